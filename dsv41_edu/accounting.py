@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,11 @@ def touched(config: ModelConfig, phase: str = "decode") -> dict[str, Touched]:
     """
     if phase not in PHASES:
         raise ValueError(f"phase = {phase!r}: expected one of {PHASES}")
+    return dict(_touched(config, phase))
+
+
+@lru_cache(maxsize=32)
+def _touched(config: ModelConfig, phase: str) -> tuple[tuple[str, Touched], ...]:
     sums: dict[tuple[str, int], list[int]] = {}  # whole numbers: a share is divided once, at the end
     for t in plan(config):
         share, whole = _share(config, t, phase)
@@ -95,7 +101,7 @@ def touched(config: ModelConfig, phase: str = "decode") -> dict[str, Touched]:
     found: dict[str, Touched] = {}
     for (group, whole), row in sums.items():
         found[group] = Touched(*(had + n // whole for had, n in zip(found.get(group, Touched()), row, strict=True)))
-    return found
+    return tuple(found.items())
 
 
 def _share(c: ModelConfig, t: Tensor, phase: str) -> tuple[int, int]:

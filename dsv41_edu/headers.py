@@ -83,6 +83,19 @@ def read_header(path: str | Path) -> dict[str, Entry]:
     }
 
 
+def file_size(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """Bytes of the header and of the data of a safetensors file that holds these tensors in this order.
+
+    The header is compact JSON with the metadata that torch's writer adds, padded with blanks to a multiple of 8.
+    """
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for t in tensors:
+        header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    length = len(json.dumps(header, separators=(",", ":")))
+    return -(-length // 8) * 8, at
+
+
 def _place(file: str, name: str, entry: object) -> tuple[int, int]:
     """The byte range of one tensor, once its entry is known to be sound."""
     try:

@@ -48,7 +48,7 @@ def write_checkpoint(folder: Path, config: ModelConfig, preset: str) -> Path:
             data[t.name] = raw.view(TORCH_DTYPES[t.dtype]).reshape(t.shape)
             weight_map[t.name] = file
             total += t.nbytes
-        save_file(data, folder / file)
+        save_file(data, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

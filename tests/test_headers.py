@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dsv41_edu.config import preset
-from dsv41_edu.headers import INDEX, HeaderError, compare, read_header
+from dsv41_edu.headers import INDEX, HeaderError, compare, file_size, read_header
 from dsv41_edu.tensors import tensor_plan
 
 MINI = preset("mini")
@@ -61,6 +61,15 @@ def test_headers_are_what_the_library_reads(folder):
         for name in file.keys():  # noqa: SIM118 - no mapping
             part = file.get_slice(name)
             assert (part.get_dtype(), tuple(part.get_shape())) == header[name][:2]
+
+
+def test_file_sizes_are_foretold(folder):
+    """The library's own files of the small model, shard by shard."""
+    order = "I8 F8_E4M3 F8_E8M0 BF16 F32".split()  # the library's, from the last
+    for name, tensors in layout(MINI).items():
+        header, data = file_size(sorted(tensors, key=lambda t: (-order.index(t.dtype), t.name)))
+        assert int.from_bytes((folder / name).read_bytes()[:8], "little") == header
+        assert (folder / name).stat().st_size == 8 + header + data
 
 
 def test_missing_extra_wrong_dtype_wrong_shape_are_each_named(folder):

@@ -1,0 +1,1 @@
+"""The benchmarks: our functions timed beside other implementations of the same thing."""
