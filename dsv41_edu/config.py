@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -307,6 +308,7 @@ def _options(hint: Any) -> tuple:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
+@cache
 def _hints(cls: type) -> list[tuple[str, Any]]:
     return [(k, v) for k, v in get_type_hints(cls).items() if k not in ("metadata", "unknown")]
 

@@ -15,9 +15,12 @@ from pathlib import Path
 import jupytext
 import nbclient
 import nbformat
+from dsv41_edu.config import preset
+from dsv41_edu.figures.model_map import model_map
 from tqdm import tqdm
 
 BOOK = Path(__file__).parents[1]
+PICTURE = BOOK / "_static" / "model.svg"
 LAST = ("ledger", "intro")
 METADATA = {
     "kernelspec": {
@@ -70,10 +73,17 @@ def build(names: list[str]) -> None:
             raise SystemExit(f"{path.name}: a cell wrote to stderr: {noise[0]:.500}")
         notebook.metadata = nbformat.from_dict(METADATA)  # less the kernel's version
         nbformat.write(notebook, path.with_suffix(".ipynb"))
+    PICTURE.write_text(picture())
+
+
+def picture() -> str:
+    """The landing page's map for the README, where no page lends it a text colour and a ground."""
+    svg = model_map(preset("v41_flash")).svg.replace("currentColor", "#1b1f24")
+    return svg.replace('style="', 'style="background: white; ', 1) + "\n"
 
 
 def stale() -> list[str]:
-    """Names of pages whose notebook is missing, was not executed, or has other cells than its source."""
+    """Pages whose notebook is missing, was not executed, or has other cells than its source; the picture too."""
 
     def cells(notebook: nbformat.NotebookNode) -> list[tuple]:
         return [(c.cell_type, c.id, c.source, c.metadata) for c in notebook.cells]
@@ -88,6 +98,8 @@ def stale() -> list[str]:
         executed = all(c.execution_count for c in notebook.cells if c.cell_type == "code")
         if cells(notebook) != cells(from_source(path)) or not executed:
             found.append(path.stem)
+    if PICTURE.read_text() != picture():
+        found.append(PICTURE.name)
     return found
 
 
