@@ -342,7 +342,7 @@ cache = cache_bytes(config)
 per_token = sum(cache.values())
 say(
     per_token=int(per_token),
-    cache_gib=round(per_token * config.max_position_embeddings / GiB, 2),
+    cache_gib=round(float(per_token * config.max_position_embeddings / GiB), 2),
 )
 say(
     context=config.max_position_embeddings,
@@ -456,10 +456,10 @@ for name, changes in what_if.items():
 table("change|backbone|active, decode|active, prefill|cache, bytes per token", rows)
 
 # %% [markdown]
-# The second row is the lesson of the next chapter in advance: wider and fewer experts hold the same parameters and
-# cost the same, but leave a token far fewer combinations to choose from. The last row is why a decoder that shares
-# one cache matters: with a cache per layer a token would leave behind many times more, and the prompt would need
-# every layer.
+# The second row is the lesson of the next chapter in advance: its routed experts hold the same parameters and cost a
+# token the same (what it has more is the shared expert, now twice as wide), but they leave a token far fewer
+# combinations to choose from. The last row is why a decoder that shares one cache matters: with a cache per layer a
+# token would leave behind many times more, and the prompt would need every layer.
 #
 # ## Break it
 #

@@ -94,6 +94,7 @@ def _experts(c: "ModelConfig", faults: _Faults) -> None:
     faults.check(c.topk_method in methods, c, "topk_method", f"one of {methods[1:]}")
     n = c.n_routed_experts
     faults.check(c.num_experts_per_tok <= n, c, "num_experts_per_tok", f"at most n_routed_experts {n}")
+    faults.check(c.moe_layer_freq == 1, c, "moe_layer_freq", "1: every layer after the dense ones has experts")
     dense_ok = c.first_k_dense_replace <= c.num_hidden_layers
     faults.check(dense_ok, c, "first_k_dense_replace", f"at most num_hidden_layers {c.num_hidden_layers}")
     if c.n_group:

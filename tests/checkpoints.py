@@ -1,5 +1,6 @@
 """Small checkpoints in the released layout: numbered shards, an index, each Engram module in a shard of its own."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,21 @@ TORCH_DTYPES = {
     "F32": torch.float32,
 }
 CONFIGS = Path(__file__).parents[1] / "dsv41_edu" / "configs"
+V41 = json.loads((CONFIGS / "v41_flash.json").read_text())
+
+
+def changed(path: str, value) -> dict:
+    """The official V4.1 file with one field set (or dropped, where value is ...)."""
+    data = copy.deepcopy(V41)
+    *parents, last = path.split(".")
+    place = data
+    for parent in parents:
+        place = place[parent]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return data
 
 
 def shard_names(n: int) -> list[str]:
