@@ -56,6 +56,8 @@ FLIPS = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+MEMORY = 4 << 30  # bytes that one child may take
+
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -141,8 +143,7 @@ def run_tests(root: Path, tests: Path, scratch: str, loader: MutantLoader, secon
     """
     signal.alarm(seconds)
     # A mutated size must not take the whole machine's memory.
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // os.cpu_count()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     torch.set_num_threads(1)  # the children share the cores
     gc.freeze()  # pytest collects garbage, and would walk all of torch each time
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)

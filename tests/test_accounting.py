@@ -59,6 +59,16 @@ def test_totals_by_any_key_sum_to_the_whole():
     assert totals(V41_PLAN, "use")["scale"].parameters == 0
 
 
+def test_headline_parts():
+    found = headline(V41)
+    assert (found["backbone"], found["tables"], found["drafter"]) == (
+        552_366_103_664,
+        196_613_849_600,
+        14_225_362_530,
+    )
+    assert headline(preset("v2"))["tables"] == 0
+
+
 INDEX_KEYS = 4 * 128 * 512  # the four `indexer.wk`, which a reference count of these totals leaves out
 
 
@@ -72,6 +82,8 @@ def test_decode_active_to_the_unit():
     assert t["Engram tables"] == (0, 0, 2 * 24 * 256, 12_672)
     assert t["router"].vectors == 40 * 384, "a text token never reads the images' bias"
     assert not [g for g in t if g.startswith("drafter") or g == "vision"]
+    assert all(type(n) is int for group in t.values() for n in group)
+    assert type(window_bytes(V41)) is int
 
 
 def test_prefill_active_to_the_unit():
@@ -239,3 +251,14 @@ def test_command_holds_a_checkpoint_against_its_own_config(tmp_path, capsys):
     assert {"kind", "name", "file", "found", "expected"} == set(listed[0])
     assert "mtp.1.ffn.experts.7.w2.weight" in {p["name"] for p in listed if p["kind"] == "missing"}
     assert main(["v41_flash", "--checkpoint", str(folder)]) == 1, "a named config wins"
+
+
+def test_command_names_a_single_difference_in_full_and_takes_the_released_config_by_default(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "mini", MINI, "mini")
+    c = MINI.replace(vision_config=None)
+    assert len(plan(MINI)) > len(plan(c))
+    (folder / "config.json").unlink()
+    assert main(["--checkpoint", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "shape: embed.weight: found [2048, 192], expected [129280, 5120]" in out
+    assert "missing: layers.*.ffn.experts.*.w*.weight (" in out

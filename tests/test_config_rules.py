@@ -1,5 +1,7 @@
 """Rules between fields: sizes that must divide, ids in range, lists of the right length."""
 
+from dataclasses import replace
+
 import pytest
 from checkpoints import changed
 
@@ -77,6 +79,15 @@ OLDER = [
     ("v3", {"num_experts_per_tok": 129}, "num_experts_per_tok = 129: expected at most 128, the kept groups' experts"),
     ("v3", {"kv_lora_rank": None}, "kv_lora_rank = None: expected a value, deepseek_v3 needs it"),
     ("v3", {"first_k_dense_replace": 62}, "first_k_dense_replace = 62: expected at most num_hidden_layers 61"),
+    ("v3", {"topk_group": None}, "topk_group = None"),
+    ("v3", {"topk_method": "x"}, "expected one of ('greedy', 'group_limited_greedy', 'noaux_tc')"),
+    ("v41_flash", {"candidate_source_layer_id": 14}, "expected the last of kv_source_layer_ids, 20"),
+    (
+        "v41_flash",
+        {"compress_ratios": (0, 0) + (2,) * 18 + (1,) * 20 + (0, 1, 0)},
+        "expected 0 for the drafter's blocks",
+    ),
+    ("v41_flash", {"engram_num_embeddings": ()}, "expected 2 entries, one for each engram_layer_ids"),
     ("v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: expected 1"),
     ("v4_flash", {"num_hash_layers": 44}, "num_hash_layers = 44: expected at most num_hidden_layers"),
     ("v4_flash", {"compress_ratios": (0,) * 43}, "expected 44 entries"),
@@ -91,9 +102,16 @@ def test_rules_of_older_generations(name, changes, message):
 
 
 def test_limits_themselves_are_allowed():
-    assert preset("v3").replace(num_experts_per_tok=128, topk_group=4).num_experts_per_tok == 128
-    assert preset("v3").replace(topk_group=8, first_k_dense_replace=61, q_lora_rank=None).q_lora_rank is None
-    assert preset("v41_flash").replace(index_topk=2048 * 8 - 7).index_topk == 16377
-    assert preset("v41_flash").replace(num_experts_per_tok=384, dspark_num_experts_per_tok=128)
-    assert preset("v41_flash").replace(engram_compressed_vocab_size=129280, bos_token_id=129279)
+    v41, v3 = preset("v41_flash"), preset("v3")
+    assert v3.replace(num_experts_per_tok=128, topk_group=4).num_experts_per_tok == 128
+    assert v3.replace(topk_group=8, first_k_dense_replace=61, q_lora_rank=None).q_lora_rank is None
+    assert v3.replace(topk_group=1).topk_group == 1
+    assert v3.replace(quantization_config=replace(v3.quantization_config, weight_block_size=(1, 1))).fp8_tile == 1
+    assert v41.replace(index_topk=2048 * 8 - 7).index_topk == 16377
+    assert v41.replace(num_experts_per_tok=384, dspark_num_experts_per_tok=128)
+    assert v41.replace(engram_compressed_vocab_size=129280, bos_token_id=129279)
+    assert v41.replace(index_source_layer_ids=v41.kv_source_layer_ids)
+    assert v41.replace(qk_rope_head_dim=128)
+    assert v41.replace(engram_max_ngram_size=2, engram_num_embeddings=(8 * 16_000_000,) * 2)
     assert preset("v4_flash").replace(num_hash_layers=43)
+    assert preset("v4_flash").replace(compress_ratios=(0,) * 44)

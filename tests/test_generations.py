@@ -24,6 +24,7 @@ def test_released_checkpoints_to_the_unit(name):
     tensors = plan(preset(name))
     assert (len(tensors), sum(prod(t.shape) for t in tensors)) == RELEASED[name]
     assert len({t.name for t in tensors}) == len(tensors)
+    assert all(type(n) is int for t in tensors for n in t.shape)
 
 
 def test_v4_flash_of_april_had_one_prediction_layer():
@@ -39,6 +40,20 @@ def test_v3_dtypes_to_the_unit():
     for t in plan(preset("v3")):
         elements[t.dtype] += prod(t.shape)
     assert elements == {"BF16": 3_918_786_560, "F8_E4M3": 680_571_043_840, "F32": 41_555_600}
+
+
+def test_layers_of_the_prediction_blocks_follow_the_last():
+    assert {t.layer for t in plan(preset("v4_pro")) if t.name.startswith("mtp.0.")} == {61}
+    assert {t.layer for t in plan(preset("v3")) if t.group.startswith("drafter")} == {61}
+
+
+def test_grouped_query_heads_and_cut_tiles():
+    c = preset("deepseekmoe_16b").replace(num_key_value_heads=4)
+    by_name = {t.name: t.shape for t in plan(c)}
+    assert by_name["model.layers.0.self_attn.k_proj.weight"] == (512, 2048)
+    assert by_name["model.layers.0.self_attn.q_proj.weight"] == (2048, 2048)
+    scales = {t.name: t.shape for t in plan(preset("v3").replace(kv_lora_rank=500))}
+    assert scales["model.layers.0.self_attn.kv_b_proj.weight_scale_inv"] == (256, 4)
 
 
 def test_v41_is_the_same_plan():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dsv41_edu.config import preset
-from dsv41_edu.headers import INDEX, HeaderError, compare, file_size, read_header
+from dsv41_edu.headers import DTYPE_BYTES, INDEX, HeaderError, compare, file_size, read_header
 from dsv41_edu.tensors import tensor_plan
 
 MINI = preset("mini")
@@ -111,7 +111,8 @@ def test_a_truncated_shard_is_damaged_not_believed(folder):
 def test_a_tensor_in_two_shards_is_named(folder):
     write(folder / "model-00005-of-00005.safetensors", {"norm.weight": entry(0, 384, [192], "BF16")}, bytes(384))
     problems = compare(folder, PLAN)
-    assert ("twice", "norm.weight") in {p[:2] for p in problems}
+    first = "model-00001-of-00004.safetensors"
+    assert ("twice", "norm.weight", "model-00005-of-00005.safetensors", f"also in {first}", "one shard") in problems
 
 
 def test_the_index_must_agree(folder):
@@ -138,7 +139,14 @@ def test_no_index_is_fine_for_one_shard_only(folder, tmp_path):
     single = tmp_path / "single"
     single.mkdir()
     write(single / "model.safetensors", {"a": entry(0, 4)}, bytes(4))
-    assert kinds(compare(single, [])) == ["extra"]
+    assert compare(single, []) == [("extra", "a", "model.safetensors", "U8 [4]", "nothing")]
+    write(single / "more.safetensors", {"b": entry(0, 4)}, bytes(4))
+    assert kinds(compare(single, [])) == ["extra", "index"]
+
+
+def test_bytes_of_every_dtype():
+    sizes = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "U16 I16 F16 BF16", 4: "U32 I32 F32", 8: "U64 I64 F64"}
+    assert {name: n for n, names in sizes.items() for name in names.split()} == DTYPE_BYTES
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

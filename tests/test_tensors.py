@@ -52,6 +52,7 @@ def test_the_whole_checkpoint_to_the_unit():
     assert sum(t.nbytes for t in PLAN) == 510_286_023_000
     assert sum(t.parameters for t in PLAN) == 763_205_315_794
     assert len(BY_NAME) == len(PLAN), "names are unique"
+    assert all(type(n) is int for t in PLAN for n in t.shape)
 
 
 def sums(key):
