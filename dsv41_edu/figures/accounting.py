@@ -287,6 +287,6 @@ def generations(configs: dict[str, ModelConfig]) -> Drawing:
             figure,
             alt="Scatter of total against active parameters for seven models of the family; the active share falls "
             "from a sixth in the first to about two percent in V4.1-Flash.",
-            caption="Seven models by the same sums. The share that a token multiplies has fallen with almost every one.",
+            caption="Seven models by the same sums. The share that a token multiplies fell with almost every one.",
             data=points,
         )

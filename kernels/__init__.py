@@ -1,0 +1,1 @@
+"""The fused paths in Triton, one file each."""
