@@ -11,7 +11,7 @@ help:
 	@echo "make book       build the book and say which file to open"
 	@echo "make test       run every check"
 	@echo "make notebooks  execute the pages again [NAMES='accounting ...']"
-	@echo "make lab        open the pages in JupyterLab"
+	@echo "make lab        open the pages in JupyterLab [LAB=--allow-root]"
 	@echo "make bench      time ours against the peers [NAMES='prefix ...']"
 	@echo "make mutants    change the modules one operator at a time and list what no test notices [MODULES='dsv41_edu.config ...']"
 	@echo "make format     format and lint the sources"
@@ -43,7 +43,7 @@ notebooks: $(VENV)/ready
 	$(BIN)/python book/_tools/notebooks.py build $(NAMES)
 
 lab: $(VENV)/ready
-	cd book && ../$(BIN)/jupyter lab
+	cd book && ../$(BIN)/jupyter lab $(LAB)
 
 bench: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.benchmarks $(NAMES)
