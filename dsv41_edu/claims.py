@@ -95,17 +95,21 @@ def ledger(path: Path = BOOK / "claims.yml") -> dict[str, Claim]:
     return claims
 
 
-def check(claim_id: str, computed: Any, why: str | None = None) -> Check:
+def check(claim_id: str, computed: Any, why: str | None = None, holds: bool | None = None) -> Check:
     """Hold a computed figure (a number, a bool, or a list of them) against the stated one.
 
-    Raises LedgerError for an unknown or merely cited claim, for a difference without the sentence `why`,
-    and for a sentence where there is no difference.
+    A `trained` claim is of a far larger run: what can be checked is its direction, `holds`, which the cell works
+    out; our own figures stand beside the stated ones. Raises LedgerError for an unknown or merely cited claim,
+    for a difference without the sentence `why`, for a sentence where there is no difference, and where `holds`
+    is missing or doesn't belong.
     """
     claim = _claim(claim_id)
     if claim.how == "cited":
         raise LedgerError(f"{claim_id}: how = cited: expected cite(), it can't be computed here")
+    if (claim.how == "trained") != (holds is not None):
+        raise LedgerError(f"{claim_id}: how = {claim.how}, holds = {holds}: expected holds for trained claims alone")
     values = [_plain(v) for v in (computed if isinstance(computed, list | tuple) else [computed])]
-    status = "verified" if agrees(claim, values) else "differs"
+    status = "verified" if (agrees(claim, values) if holds is None else holds) else "differs"
     shown_values = [v if isinstance(v, bool | int) else float(f"{float(v):.6g}") for v in values]
     found = Check(claim, status, shown_values if isinstance(claim.value, list) else shown_values[0], why)
     if (status == "differs") != bool(why):
@@ -133,8 +137,8 @@ def _agrees(stated: str | None, value: bool | int | float | Fraction, tol: str) 
     if isinstance(value, bool) or not isfinite(value):
         return False
     target, exact = Decimal(stated), Fraction(value)
-    if tol == "exact":
-        return exact == Fraction(target)
+    if tol == "exact":  # a float can only be the one nearest to the stated decimal
+        return value == float(target) if isinstance(value, float) else exact == Fraction(target)
     if tol == "bound":
         return exact <= Fraction(target)
     if tol == "printed":  # equal after rounding to the digits that were printed

@@ -43,7 +43,8 @@ def claim(value, tol, how="computed"):
         ("35389440", "exact", 35389440, True),
         ("35389440", "exact", 35389441, False),
         ("0.45", "exact", Fraction(9, 20), True),
-        ("0.45", "exact", 0.45, False),  # the float nearest to 0.45 isn't 0.45
+        ("0.45", "exact", 0.45, True),  # the float nearest to it
+        ("0.45", "exact", 0.4500000000000001, False),
         ("552", "printed", 552.366, True),
         ("552", "printed", Fraction(5525, 10) + Fraction(1, 10**30), False),
         ("476", "printed", 475.241, False),
@@ -110,6 +111,16 @@ def test_what_can_not_be_checked_is_cited_and_the_reverse():
         check("acc.nothing", 1)
     with pytest.raises(LedgerError, match="computed = 'many': expected a number"):
         check("acc.token_width", "many")
+
+
+def test_a_trained_claim_is_held_by_its_direction():
+    found = check("moe.lossfree_maxvio", [3.0, 0.2], holds=True)
+    assert (found.status, found.computed) == ("verified", [3.0, 0.2])
+    assert check("moe.lossfree_maxvio", [0.2, 3.0], holds=False, why="worse").status == "differs"
+    with pytest.raises(LedgerError, match="expected holds for trained claims alone"):
+        check("moe.lossfree_maxvio", [0.52, 0.04])
+    with pytest.raises(LedgerError, match="expected holds for trained claims alone"):
+        check("acc.token_width", 16128, holds=True)
 
 
 def test_numbers_of_other_libraries_are_taken_as_they_are():

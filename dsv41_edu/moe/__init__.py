@@ -1,0 +1,1 @@
+"""Mixture of experts: gate, experts, balance, placement, statistics."""

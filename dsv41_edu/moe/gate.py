@@ -1,0 +1,182 @@
+"""The router of five generations, one function.
+
+    logits   l = W x / temperature                              fp32, W [E, d]
+    affinity s = softmax(l), sigmoid(l) or sqrt(softplus(l))
+    choice   the k largest of s + b, inside the kept groups     b selects, and touches nothing else
+    weight   r_e = scale * s_e [/ (sum of the chosen s + 1e-20)]
+
+The bias never enters a weight, and no gradient reaches it. Equal scores: the lowest expert id wins, on every
+path. A hash-routed layer (V4's first three) reads its choice from a table of token ids instead; its weights are
+the learned affinities all the same. Sources: DeepSeekMoE 3; V2 2.2; V3 2.1.2; V4 2.1; official inference code.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dsv41_edu.config import ModelConfig
+
+EPS = 1e-20  # in the renormalisation's denominator
+
+
+def affinity(logits: Tensor, scoring_func: str) -> Tensor:
+    """Scores [..., E] of logits [..., E], in their dtype, finite for any finite logit. Raises ValueError."""
+    match scoring_func:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "sqrtsoftplus":  # torch's softplus is log(1 + exp(l)), and l itself above 20: nothing overflows
+            return F.softplus(logits).sqrt()
+    raise ValueError(f"scoring_func = {scoring_func!r}: expected softmax, sigmoid or sqrtsoftplus")
+
+
+def top_k_lowest(values: Tensor, k: int) -> Tensor:
+    """Ids [..., k] of the k largest values [..., E], falling; among equals the lowest id first."""
+    top = values.topk(k, dim=-1)
+    falling = (top.values[..., 1:] < top.values[..., :-1]).all()
+    if falling and (values >= top.values[..., -1:]).sum() == top.values.numel():
+        return top.indices  # no ties, which torch.topk would break as it likes
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def route(
+    scores: Tensor,
+    top_k: int,
+    *,
+    bias: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: str = "max",
+    renormalise: bool = False,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts and weigh them.
+
+    scores: affinities float [..., E]; bias: float, broadcast against scores, added for the choice alone.
+    Groups: the E experts stand in `n_group` equal groups (devices in V2, nodes in V3); only the `topk_group`
+    best are eligible, by their largest score (`group_score="max"`, V2) or by the sum of their two largest
+    ("top2", V3), both with the bias. Returns weights, float [..., k], and indices, int64 [..., k], by falling
+    biased score. Raises ValueError for k > E, groups that don't divide, too few eligible experts, or NaN.
+    """
+    E = scores.shape[-1]
+    if not 1 <= top_k <= E:
+        raise ValueError(f"top_k = {top_k}: expected 1 to {E}, the experts there are")
+    if E % n_group or not 1 <= topk_group <= n_group or topk_group * (E // n_group) < top_k:
+        raise ValueError(
+            f"n_group = {n_group}, topk_group = {topk_group}: expected a divisor of {E} and room for {top_k} experts"
+        )
+    if scores.isnan().any():
+        raise ValueError("scores: expected numbers, got NaN")
+    choice = scores.detach() if bias is None else scores.detach() + bias.detach()
+    if topk_group < n_group:
+        choice = _mask_groups(choice, n_group, topk_group, group_score)
+    indices = top_k_lowest(choice, top_k)
+    return weigh(scores, indices, renormalise, scale), indices
+
+
+def _mask_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
+    """-inf for every expert outside the best groups."""
+    if group_score not in ("max", "top2"):
+        raise ValueError(f"group_score = {group_score!r}: expected 'max' or 'top2'")
+    grouped = choice.unflatten(-1, (n_group, -1))  # [..., G, E/G]
+    of_two = min(2, grouped.shape[-1])
+    best = grouped.amax(-1) if group_score == "max" else grouped.topk(of_two).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, top_k_lowest(best, topk_group), True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float) -> Tensor:
+    """Weights [..., k] of chosen experts: their own scores, to sum 1 where renormalised, times the route scale."""
+    weights = scores.gather(-1, indices)
+    if renormalise and indices.shape[-1] > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + EPS)
+    return weights * scale
+
+
+class Gate(nn.Module):
+    """The router of one layer, by its config: DeepSeekMoE, V2, V3, V3.2, V4 or V4.1.
+
+    `weight` [E, d] learns. `bias` [E] and, in V4.1, `bias_vl` [E] for image tokens are buffers that the balancing
+    step moves. `tid2eid`, int [V, k], is the table of a hash-routed layer. `placement` (`dsv41_edu.moe.placement`),
+    if set, maps the chosen experts to the replicas that hold them.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, drafter: bool = False, temperature: float = 1.0):
+        super().__init__()
+        c = config
+        self.n_experts = c.dspark_n_routed_experts if drafter else c.n_routed_experts
+        self.top_k = c.dspark_num_experts_per_tok if drafter else c.num_experts_per_tok
+        self.scoring_func, self.temperature = c.scoring_func, temperature
+        self.options = {
+            "n_group": c.n_group or 1,
+            "topk_group": c.topk_group or 1,
+            "group_score": "top2" if c.topk_method == "noaux_tc" else "max",
+            "renormalise": c.norm_topk_prob,
+            "scale": c.routed_scaling_factor,
+        }
+        self.weight = nn.Parameter(torch.empty(self.n_experts, c.hidden_size))
+        nn.init.normal_(self.weight, std=c.hidden_size**-0.5)
+        hashed = layer < (c.num_hash_layers or 0)
+        biased = c.topk_method == "noaux_tc" and not hashed
+        two = biased and c.model_type == "deepseek_v41"
+        self.register_buffer("bias", torch.zeros(self.n_experts) if biased else None)
+        self.register_buffer("bias_vl", torch.zeros(self.n_experts) if two else None)
+        table = torch.zeros(c.vocab_size, self.top_k, dtype=torch.int64) if hashed else None
+        self.register_buffer("tid2eid", table)
+        self.placement = None
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Affinities [..., E] of tokens x [..., d], in fp32 (fp64 for fp64 input)."""
+        if x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(f"x of shape {list(x.shape)}: expected {self.weight.shape[1]} channels last")
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return affinity(F.linear(x.to(wide), self.weight.to(wide)) / self.temperature, self.scoring_func)
+
+    def forward(
+        self,
+        x: Tensor,
+        image_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Weights fp32 [..., k] and expert ids int64 [..., k] of tokens x [..., d].
+
+        image_mask: bool [...], picks `bias_vl`; token_ids: int [...], for a hash-routed layer; positions: int [...],
+        which spread a placement's replicas over the tokens (by default their order in x).
+        Raises ValueError for shapes, a mask or ids that don't fit, an id outside the table; TypeError for dtypes.
+        """
+        tokens = x.shape[:-1]
+        scores = self.scores(x)
+        if self.tid2eid is not None:
+            indices = self._look_up(token_ids, tokens)
+            weights = weigh(scores, indices, self.options["renormalise"], self.options["scale"])
+        else:
+            weights, indices = route(scores, self.top_k, bias=self._bias(image_mask, tokens), **self.options)
+        if self.placement is not None:
+            indices = self.placement.to_physical(indices, positions)
+        return weights, indices
+
+    def _bias(self, image_mask: Tensor | None, tokens: torch.Size) -> Tensor | None:
+        if image_mask is None:
+            return self.bias
+        if self.bias_vl is None:
+            raise ValueError("image_mask: expected none, this gate has one bias for all tokens")
+        _check("image_mask", image_mask, tokens, torch.bool)
+        return torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
+
+    def _look_up(self, token_ids: Tensor | None, tokens: torch.Size) -> Tensor:
+        if token_ids is None:
+            raise ValueError("token_ids: expected the tokens' ids, this layer is routed by a hash table")
+        _check("token_ids", token_ids, tokens, torch.int64, torch.int32)
+        rows = self.tid2eid.shape[0]
+        if token_ids.numel() and (int(token_ids.min()) < 0 or int(token_ids.max()) >= rows):
+            raise ValueError(f"token_ids from {token_ids.min()} to {token_ids.max()}: expected 0 to {rows - 1}")
+        return self.tid2eid[token_ids]
+
+
+def _check(name: str, value: Tensor, tokens: torch.Size, *dtypes: torch.dtype) -> None:
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} is {value.dtype}: expected {dtypes[0]}")
+    if value.shape != tokens:
+        raise ValueError(f"{name} of shape {list(value.shape)}: expected {list(tokens)}, one for each token")
