@@ -6,13 +6,15 @@ HTML := _build/html/index.html
 PAGES := $(wildcard book/*.ipynb book/*.md book/*.bib book/*.yml) $(shell find book/_static dsv41_edu kernels -type f -not -path '*/__pycache__/*') _config.yml _toc.yml
 WORKERS ?= 2
 
-.PHONY: help book test notebooks lab bench mutants format clean
+.PHONY: help book test notebooks lab bench experiments gpu mutants format clean
 help:
 	@echo "make book       build the book and say which file to open"
 	@echo "make test       run every check"
 	@echo "make notebooks  execute the pages again [NAMES='accounting ...']"
 	@echo "make lab        open the pages in JupyterLab [LAB=--allow-root]"
 	@echo "make bench      time ours against the peers [NAMES='prefix ...']"
+	@echo "make experiments  train and simulate what the chapters plot [NAMES='moe ...']"
+	@echo "make gpu        hold and time every kernel on a GPU; a dry run where there is none"
 	@echo "make mutants    change the modules one operator at a time and list what no test notices [MODULES='dsv41_edu.config ...']"
 	@echo "make format     format and lint the sources"
 	@echo "make clean      remove the built book and the environment"
@@ -47,6 +49,12 @@ lab: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.benchmarks $(NAMES)
+
+experiments: $(VENV)/ready
+	$(BIN)/python -m dsv41_edu.experiments $(NAMES)
+
+gpu: $(VENV)/ready
+	$(BIN)/python -m dsv41_edu.benchmarks.gpu
 
 MODULES ?= dsv41_edu.config dsv41_edu.config_rules dsv41_edu.tensors dsv41_edu.generations dsv41_edu.headers \
 	dsv41_edu.accounting dsv41_edu.quantization dsv41_edu.claims
