@@ -48,13 +48,14 @@ lab: $(VENV)/ready
 	cd book && ../$(BIN)/jupyter lab $(LAB)
 
 bench: $(VENV)/ready
+	$(BIN)/python -m dsv41_edu.benchmarks.resources
 	$(BIN)/python -m dsv41_edu.benchmarks $(NAMES)
 
 experiments: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.experiments $(NAMES)
 
 gpu: $(VENV)/ready
-	$(BIN)/python -m dsv41_edu.benchmarks.gpu
+	$(BIN)/python -m dsv41_edu.benchmarks.gpu $(if $(shell command -v nvidia-smi),,--dry-run)
 
 MODULES ?= dsv41_edu.config dsv41_edu.config_rules dsv41_edu.tensors dsv41_edu.generations dsv41_edu.headers \
 	dsv41_edu.accounting dsv41_edu.quantization dsv41_edu.claims

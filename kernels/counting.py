@@ -71,7 +71,7 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
     regions = {name: (tensor.data_ptr(), element_bytes(tensor)) for name, tensor in tensors.items()}
 
     def count(builder: InterpreterBuilder, pointers: TensorHandle, mask: object, loads: bool, stores: bool) -> None:
-        unmasked = True if mask is None else np.asarray(mask.data)  # of a handle, or of an array itself
+        unmasked = True if mask is None else np.asarray(mask.data).astype(bool)  # a handle's data, or an array's
         addresses = pointers.data[np.broadcast_to(unmasked, pointers.data.shape)].astype(np.int64)
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         for name, (start, is_element) in regions.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsv41_edu.config import ModelConfig
+from dsv41_edu.moe import gate
 from dsv41_edu.moe.gate import Gate
 from dsv41_edu.quantization import fp8_tiles_decode, mxfp4_decode
 
@@ -104,6 +105,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Sum over each token's experts: x [T, d], weights [T, k], indices [T, k] -> [T, d] in x's dtype."""
+        if gate.fuse(x):
+            w1, w3 = self.w13.chunk(2, dim=1)
+            return fused(x, weights, indices, w1, self.w2, w3, self.limit)
         check_routing(x, weights, indices, len(self.w13))
         T, k = indices.shape
         order = indices.flatten().argsort(stable=True)  # pairs by expert
@@ -113,8 +117,15 @@ class Experts(nn.Module):
         a, u = grouped_linear(rows, self.w13, counts).to(wide).chunk(2, dim=-1)
         h = swiglu(a, u, self.limit) * weights.flatten()[order].to(wide).unsqueeze(-1)
         out = grouped_linear(h.to(x.dtype), self.w2, counts)
-        y = torch.empty_like(rows).index_copy(0, order, out)  # back in the tokens' order
-        return y.view(T, k, x.shape[1]).sum(1, dtype=wide).to(x.dtype)
+        y = torch.empty_like(rows).index_copy(0, order, out).view(T, k, x.shape[1])  # back in the tokens' order
+        return sum(y.unbind(1), torch.zeros_like(x, dtype=wide)).to(x.dtype)
+
+
+def fused(*arguments) -> Tensor:
+    """The Triton kernels, imported where they serve: elsewhere there may be no Triton."""
+    from kernels.experts import fused_experts
+
+    return fused_experts(*arguments)
 
 
 def grouped_linear(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
@@ -148,6 +159,9 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """As `Experts.forward`."""
+        if gate.fuse(x):
+            pairs = ((getattr(self, f"{n}_payload"), getattr(self, f"{n}_scale")) for n in ("w1", "w2", "w3"))
+            return fused(x, weights, indices, *pairs, self.limit)
         check_routing(x, weights, indices, len(self.w1_payload))
         y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         for e in indices.unique().tolist():

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from dsv41_edu.config import ModelConfig
 
 EPS = 1e-20  # in the renormalisation's denominator
+FEW = 512  # scores: to sort so many is faster than to look for ties
 
 
 def affinity(logits: Tensor, scoring_func: str) -> Tensor:
@@ -32,11 +33,13 @@ def affinity(logits: Tensor, scoring_func: str) -> Tensor:
 
 
 def top_k_lowest(values: Tensor, k: int) -> Tensor:
-    """Ids [..., k] of the k largest values [..., E], falling; among equals the lowest id first."""
-    top = values.topk(k, dim=-1)
-    falling = (top.values[..., 1:] < top.values[..., :-1]).all()
-    if falling and (values >= top.values[..., -1:]).sum() == top.values.numel():
-        return top.indices  # no ties, which torch.topk would break as it likes
+    """Ids [..., k] of the k largest values [..., E], falling, the lowest of equals first. ValueError for NaN."""
+    if k > 1 and values.numel() > FEW:
+        one_more = values.topk(min(k + 1, values.shape[-1]), dim=-1)
+        if (one_more.values[..., 1:] < one_more.values[..., :-1]).all():
+            return one_more.indices[..., :k]  # no NaN, and no ties, which torch.topk would break as it likes
+    if values.isnan().any():
+        raise ValueError("scores: expected numbers, got NaN")
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -66,9 +69,7 @@ def route(
         raise ValueError(
             f"n_group = {n_group}, topk_group = {topk_group}: expected a divisor of {E} and room for {top_k} experts"
         )
-    if scores.isnan().any():
-        raise ValueError("scores: expected numbers, got NaN")
-    choice = scores.detach() if bias is None else scores.detach() + bias.detach()
+    choice = scores if bias is None else scores + bias  # no gradient comes back from indices
     if topk_group < n_group:
         choice = _mask_groups(choice, n_group, topk_group, group_score)
     indices = top_k_lowest(choice, top_k)
@@ -92,6 +93,11 @@ def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float) -> T
     if renormalise and indices.shape[-1] > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + EPS)
     return weights * scale
+
+
+def fuse(x: Tensor) -> bool:
+    """Whether the fused kernels serve: on a GPU where no gradient is wanted, since they have no backward."""
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 class Gate(nn.Module):
@@ -124,14 +130,16 @@ class Gate(nn.Module):
         self.register_buffer("bias_vl", torch.zeros(self.n_experts) if two else None)
         table = torch.zeros(c.vocab_size, self.top_k, dtype=torch.int64) if hashed else None
         self.register_buffer("tid2eid", table)
-        self.placement = None
+        self.hashed, self.placement = hashed, None
 
     def scores(self, x: Tensor) -> Tensor:
         """Affinities [..., E] of tokens x [..., d], in fp32 (fp64 for fp64 input)."""
-        if x.shape[-1] != self.weight.shape[1]:
-            raise ValueError(f"x of shape {list(x.shape)}: expected {self.weight.shape[1]} channels last")
+        weight = self.weight
+        if x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"x of shape {list(x.shape)}: expected {weight.shape[1]} channels last")
         wide = torch.promote_types(x.dtype, torch.float32)
-        return affinity(F.linear(x.to(wide), self.weight.to(wide)) / self.temperature, self.scoring_func)
+        logits = F.linear(x.to(wide), weight.to(wide))
+        return affinity(logits if self.temperature == 1 else logits / self.temperature, self.scoring_func)
 
     def forward(
         self,
@@ -147,8 +155,10 @@ class Gate(nn.Module):
         Raises ValueError for shapes, a mask or ids that don't fit, an id outside the table; TypeError for dtypes.
         """
         tokens = x.shape[:-1]
+        if fuse(x) and positions is None and not self.hashed and self.options["n_group"] == 1:
+            return self._fused(x, image_mask)
         scores = self.scores(x)
-        if self.tid2eid is not None:
+        if self.hashed:
             indices = self._look_up(token_ids, tokens)
             weights = weigh(scores, indices, self.options["renormalise"], self.options["scale"])
         else:
@@ -156,6 +166,30 @@ class Gate(nn.Module):
         if self.placement is not None:
             indices = self.placement.to_physical(indices, positions)
         return weights, indices
+
+    def _fused(self, x: Tensor, image_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same in one kernel; NaN scores are never chosen there before a number, and raise nothing."""
+        from kernels.gate import fused_gate
+
+        self._bias(image_mask, x.shape[:-1])  # for its checks
+        mask = None if image_mask is None else image_mask.flatten()
+        held = self.placement
+        weights, indices = fused_gate(
+            x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0),
+            self.weight,
+            self.bias,
+            self.bias_vl,
+            mask,
+            top_k=self.top_k,
+            scoring_func=self.scoring_func,
+            renormalise=self.options["renormalise"],
+            scale=self.options["scale"],
+            temperature=self.temperature,
+            physical=None if held is None else held.logical_to_physical.contiguous(),
+            counts=None if held is None else held.counts.contiguous(),
+        )
+        shape = (*x.shape[:-1], self.top_k)
+        return weights.view(shape), indices.view(shape)
 
     def _bias(self, image_mask: Tensor | None, tokens: torch.Size) -> Tensor | None:
         if image_mask is None:

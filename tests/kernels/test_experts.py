@@ -9,6 +9,7 @@ import mmap
 import pytest
 import torch
 
+from dsv41_edu.benchmarks import resources
 from dsv41_edu.moe.experts import Experts, QuantizedExperts, experts_loop, swiglu
 from dsv41_edu.moe.gate import route
 from dsv41_edu.quantization import E4M3, E8M0, fp8_tiles_decode, fp8_tiles_encode, mxfp4_decode, mxfp4_encode
@@ -388,6 +389,8 @@ def test_gate_and_experts_fit_every_target_at_the_official_sizes():
     reports = compile_all(["kernels.gate", "kernels.experts"])
     assert {report.target for report in reports} == {*TARGETS}
     assert len(reports) == len(TARGETS) * len({report.build for report in reports})
+    stored = resources.read("kernels.gate") + resources.read("kernels.experts")
+    assert resources.rows(reports) == stored, "python -m dsv41_edu.benchmarks.resources"
     for report in reports:
         assert report.spilled == report.stack_bytes == 0, report
         assert report.shared_bytes <= SHARED[report.target], report
