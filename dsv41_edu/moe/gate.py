@@ -37,10 +37,12 @@ def top_k_lowest(values: Tensor, k: int) -> Tensor:
     if k > 1 and values.numel() > FEW:
         one_more = values.topk(min(k + 1, values.shape[-1]), dim=-1)
         if (one_more.values[..., 1:] < one_more.values[..., :-1]).all():
-            return one_more.indices[..., :k]  # no NaN, and no ties, which torch.topk would break as it likes
+            return one_more.indices[
+                ..., :k
+            ].contiguous()  # no NaN, and no ties, which torch.topk would break as it likes
     if values.isnan().any():
         raise ValueError("scores: expected numbers, got NaN")
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def route(

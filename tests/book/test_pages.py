@@ -30,7 +30,7 @@ def visit(browser, html):
         tab.on("console", lambda m: wrong.append(f"{page}: {m.text}") if m.type in ("error", "warning") else None)
         tab.on("pageerror", lambda error: wrong.append(f"{page}: {error}"))
         tab.goto((html / page).as_uri())
-        tab.wait_for_load_state("networkidle")
+        tab.evaluate("async () => { await window.MathJax?.startup?.promise; await document.fonts.ready }")
         return tab
 
     yield visit
@@ -103,8 +103,9 @@ def test_the_ledger_sorts_filters_and_links(visit, html):
                 assert other.query_selector(f"[id='{target.split('#')[1]}']"), target
 
 
-def test_the_folder_opens_at_the_book(visit):
-    tab = visit("index.html")
+def test_the_folder_opens_at_the_book(visit, html):
+    tab = visit("book/notation.html")
+    tab.goto((html / "index.html").as_uri())
     tab.wait_for_url("**/book/intro.html")
 
 
