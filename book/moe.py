@@ -33,6 +33,7 @@ from dsv41_edu.moe.statistics import (
     experts_touched,
     experts_touched_simulated,
     memory_bound_batch,
+    weight_bytes_per_step,
 )
 from kernels.gate import fused_gate
 
@@ -273,13 +274,13 @@ check(
 )
 
 # %% [markdown]
-# The bias selects and does nothing else. Over many drawn tokens, the weight of a chosen expert doesn't change by a
-# bit when its bias does, as long as the same experts are chosen; and the loss sends no gradient to it:
+# The bias selects and does nothing else. Over many drawn tokens and biases, the weights of the chosen are made of
+# their affinities alone, to the bit; and the loss sends no gradient to the bias:
 
 
 # %%
 def selects_only(seed):
-    """Move all biases together: the choice stays, and so do the weights; a gradient never arrives."""
+    """Weights by a drawn bias against the chosen affinities' own, and whether a gradient arrives at the bias."""
     gate = Gate(mini).double()
     gate.bias = torch.nn.Parameter(normal(gate.n_experts, seed=seed))
     x = normal(50, mini.hidden_size, seed=seed + 1)
@@ -438,7 +439,9 @@ knees = {n: memory_bound_batch(E, k, one.parameters, one.nbytes, *m) for n, m in
 draw.touched_by_batch(E, k, knees)
 
 # %%
-reads = [experts_touched(E, k, b) * one.nbytes for b in (1, 64, 256, 512, 1024)]
+reads = [
+    weight_bytes_per_step(one.nbytes, experts_touched(E, k, b)) for b in (1, 64, 256, 512, 1024)
+]
 growth = [b / a for a, b in itertools.pairwise(reads)]
 check("moe.weight_traffic_flattens", growth[0] > 30 and growth[-1] < 1.001)
 

@@ -47,6 +47,8 @@ def from_source(path: Path) -> nbformat.NotebookNode:
 
 def build(names: list[str]) -> None:
     """Execute the pages and write their notebooks. Raises where a cell fails or writes to stderr."""
+    if unknown := {*names} - {p.stem for p in BOOK.glob("*.py")}:
+        raise SystemExit(f"no page {', '.join(sorted(unknown))} in book/")
     pages = [
         p
         for p in sorted(BOOK.glob("*.py"))

@@ -36,10 +36,9 @@ def top_k_lowest(values: Tensor, k: int) -> Tensor:
     """Ids [..., k] of the k largest values [..., E], falling, the lowest of equals first. ValueError for NaN."""
     if k > 1 and values.numel() > FEW:
         one_more = values.topk(min(k + 1, values.shape[-1]), dim=-1)
+        # falling: no NaN, and no ties, which torch.topk would break as it likes
         if (one_more.values[..., 1:] < one_more.values[..., :-1]).all():
-            return one_more.indices[
-                ..., :k
-            ].contiguous()  # no NaN, and no ties, which torch.topk would break as it likes
+            return one_more.indices[..., :k].contiguous()
     if values.isnan().any():
         raise ValueError("scores: expected numbers, got NaN")
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
@@ -98,8 +97,8 @@ def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float) -> T
 
 
 def fuse(x: Tensor) -> bool:
-    """Whether the fused kernels serve: on a GPU where no gradient is wanted, since they have no backward."""
-    return x.is_cuda and not torch.is_grad_enabled()
+    """Whether the fused kernels serve: on a GPU, in their dtypes, without gradients (they have no backward)."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and not torch.is_grad_enabled()
 
 
 class Gate(nn.Module):
@@ -173,7 +172,7 @@ class Gate(nn.Module):
         """The same in one kernel; NaN scores are never chosen there before a number, and raise nothing."""
         from kernels.gate import fused_gate
 
-        self._bias(image_mask, x.shape[:-1])  # for its checks
+        self._check_mask(image_mask, x.shape[:-1])
         mask = None if image_mask is None else image_mask.flatten()
         held = self.placement
         weights, indices = fused_gate(
@@ -194,12 +193,14 @@ class Gate(nn.Module):
         return weights.view(shape), indices.view(shape)
 
     def _bias(self, image_mask: Tensor | None, tokens: torch.Size) -> Tensor | None:
-        if image_mask is None:
-            return self.bias
-        if self.bias_vl is None:
+        self._check_mask(image_mask, tokens)
+        return self.bias if image_mask is None else torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
+
+    def _check_mask(self, image_mask: Tensor | None, tokens: torch.Size) -> None:
+        if image_mask is not None and self.bias_vl is None:
             raise ValueError("image_mask: expected none, this gate has one bias for all tokens")
-        _check("image_mask", image_mask, tokens, torch.bool)
-        return torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
+        if image_mask is not None:
+            _check("image_mask", image_mask, tokens, torch.bool)
 
     def _look_up(self, token_ids: Tensor | None, tokens: torch.Size) -> Tensor:
         if token_ids is None:

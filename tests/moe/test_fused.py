@@ -1,5 +1,7 @@
 """Where the kernels take over they give what the reference gives: forced on here, in Triton's interpreter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,9 +26,11 @@ def both(monkeypatch, call):
 
 
 def test_the_kernels_serve_on_a_gpu_without_gradients_alone():
-    assert not fuse(torch.zeros(1))
+    on_gpu = {t: SimpleNamespace(is_cuda=True, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float64)}
+    assert not any(fuse(x) for x in (torch.zeros(1), *on_gpu.values()))
     with torch.no_grad():
         assert not fuse(torch.zeros(1))
+        assert [fuse(x) for x in on_gpu.values()] == [True, True, False]
 
 
 @pytest.mark.parametrize("tokens", [(5,), (2, 3), ()])
