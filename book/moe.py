@@ -35,7 +35,9 @@ from dsv41_edu.moe.statistics import (
     memory_bound_batch,
     weight_bytes_per_step,
 )
+from kernels.counting import count_traffic
 from kernels.gate import fused_gate
+from kernels.launches import count_launches
 
 torch.set_num_threads(1)  # small work: more threads only wait for one another
 config, mini = preset("v41_flash"), preset("mini")
@@ -508,7 +510,7 @@ cite("moe.kernels_per_layer")
 # ```
 #
 # It reads each token's channels once and the router's matrix once for a block of tokens, and writes nothing but the
-# chosen ids and their weights; its test counts every element. Without a GPU it runs in Triton's interpreter, which is
+# chosen ids and their weights. Without a GPU it runs in Triton's interpreter, which is
 # slow and exact, so the page can hold it against the reference:
 
 # %%
@@ -522,6 +524,24 @@ table(
     "fused gate and reference|agree",
     list(zip(("experts", "weights, to 1e-5"), same, strict=True)),
 )
+
+# %% [markdown]
+# Now count both: the operations that torch dispatches for the reference and would launch, views and allocations left
+# out; the launches of the fused form; and every element that the kernel loads and stores, which the interpreter sees.
+
+# %%
+W, b = gate.weight.detach(), gate.bias
+with count_launches() as eager, torch.no_grad():
+    gate(x)
+with count_launches() as launched, count_traffic(x=x, W=W, b=b) as moved:
+    fused_gate(x, W, b, **options)
+moved["weights and ids"] = moved.pop("allocated")
+rows = [(name, t.loaded, t.stored, t.loaded_bytes + t.stored_bytes) for name, t in moved.items()]
+say(eager_gate=eager.total(), fused_gate=launched.total())
+table("fused gate, 8 tokens|elements loaded|stored|bytes", rows)
+
+# %% [markdown]
+# Eagerly that is {glue:text}`eager_gate` launches, fused {glue:text}`fused_gate`.
 
 # %% [markdown]
 # The experts are three kernels: gather, both products and the clamped SwiGLU; the down product; and the sum of each

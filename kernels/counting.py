@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels.launch import INTERPRETED
@@ -42,6 +43,21 @@ ACCESSES = {
 }
 
 
+class _Allocations(TorchDispatchMode):
+    """Keeps the uninitialised tensors that the block makes, such as a kernel's outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        allocates = operation._schema.name in ("aten::empty", "aten::empty_like", "aten::new_empty")
+        if allocates and result.numel():  # the interpreter makes empty ones that it then points at arguments
+            self.tensors.append(result)
+        return result
+
+
 def element_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Tell for each byte between a tensor's first and last whether it's in an element; a view may have gaps."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -58,9 +74,10 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
             kernel[grid](x, y, n)
         assert traffic["x"].loaded == n and traffic["y"].stored == n and traffic.total.loaded_bytes == 4 * n
 
-    Each lane counts each time, unless it is masked off. What two of the tensors share counts for the first.
+    Each lane counts each time, unless it is masked off. What two of the tensors share counts for the first. What
+    the block itself allocates uninitialised, as a kernel's outputs are, counts together as "allocated".
     Raises RuntimeError where kernels are compiled, and ValueError without tensors and for one on another device.
-    An access to anything but an element of these tensors raises IndexError before it is made; it reaches the
+    An access to anything but an element of all these raises IndexError before it is made; it reaches the
     caller of the kernel as Triton's InterpreterError.
     """
     if not INTERPRETED:
@@ -68,13 +85,18 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors.values()):
         raise ValueError("count_traffic needs tensors, all on the CPU: of others the interpreter makes copies")
     traffic = TrafficByName((name, Traffic()) for name in tensors)
-    regions = {name: (tensor.data_ptr(), element_bytes(tensor)) for name, tensor in tensors.items()}
+    regions = [(name, tensor.data_ptr(), element_bytes(tensor)) for name, tensor in tensors.items()]
+    made = _Allocations()
 
     def count(builder: InterpreterBuilder, pointers: TensorHandle, mask: object, loads: bool, stores: bool) -> None:
         unmasked = True if mask is None else np.asarray(mask.data).astype(bool)  # a handle's data, or an array's
         addresses = pointers.data[np.broadcast_to(unmasked, pointers.data.shape)].astype(np.int64)
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        for name, (start, is_element) in regions.items():
+        for tensor in made.tensors:
+            traffic.setdefault("allocated", Traffic())
+            regions.append(("allocated", tensor.data_ptr(), element_bytes(tensor)))
+        made.tensors.clear()
+        for name, start, is_element in regions:
             first = addresses - start
             inside = (first >= 0) & (first + width <= len(is_element))
             inside[inside] = is_element[first[inside]] & is_element[first[inside] + width - 1]
@@ -86,11 +108,10 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
             addresses = addresses[~inside]
         if addresses.size:
             stray = int(addresses[0])
-            distance = {name: max(start - stray, stray - start - len(b)) for name, (start, b) in regions.items()}
-            nearest = min(distance, key=distance.get)
+            nearest, start, _ = min(regions, key=lambda r: max(r[1] - stray, stray - r[1] - len(r[2])))
             raise IndexError(
                 f"program {builder.grid_idx} {'stores' if stores else 'loads'} {width} bytes at byte "
-                f"{stray - regions[nearest][0]} of {nearest!r}, which has no element there; counted: {[*tensors]}"
+                f"{stray - start} of {nearest!r}, which has no element there; counted: {[*traffic]}"
             )
 
     def counted(name: str) -> Callable:
@@ -103,5 +124,5 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
 
         return access
 
-    with mock.patch.multiple(InterpreterBuilder, **{name: counted(name) for name in ACCESSES}):
+    with made, mock.patch.multiple(InterpreterBuilder, **{name: counted(name) for name in ACCESSES}):
         yield traffic

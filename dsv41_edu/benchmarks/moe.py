@@ -35,7 +35,8 @@ def contestants(dtype: torch.dtype, tokens: int) -> tuple[dict, dict]:
     x = torch.randn(tokens, D, generator=generator).to(dtype)
     weights, indices = gate(x)
     w1, w3 = ours.w13.detach().chunk(2, dim=1)
-    routers = {"ours": torch.no_grad()(partial(gate, x))}
+    compiled = torch.compile(gate, dynamic=False)
+    routers = {"ours": torch.no_grad()(partial(gate, x)), "ours, compiled": torch.no_grad()(partial(compiled, x))}
     experts = {
         "ours": torch.no_grad()(partial(ours, x, weights, indices)),
         "naive loop": torch.no_grad()(partial(experts_loop, x, weights, indices, w1, ours.w2.detach(), w3, 10.0)),

@@ -22,20 +22,20 @@ from dsv41_edu.quantization import fp8_tiles_decode, mxfp4_decode
 
 
 def swiglu(a: Tensor, u: Tensor, limit: float | None = None) -> Tensor:
-    """silu(min(a, limit)) * clamp(u, -limit, limit), elementwise; no clamp without a limit."""
+    """silu(min(a, limit)) * clamp(u, -limit, limit) of floats, in fp32 (fp64 for fp64); no clamp without a limit."""
     if limit is not None:
         a, u = a.clamp(max=limit), u.clamp(-limit, limit)
-    return F.silu(a) * u
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return F.silu(a.to(wide)).mul_(u.to(wide))  # in place: a new buffer costs as much as the product
 
 
 def expert(
     x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float | None = None, weight: Tensor | None = None
 ) -> Tensor:
     """One expert on tokens x [T, d]; weight [T] or None. Returns [T, d] in x's dtype, activations in fp32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    h = swiglu(F.linear(x, w1).to(wide), F.linear(x, w3).to(wide), limit)
+    h = swiglu(F.linear(x, w1), F.linear(x, w3), limit)
     if weight is not None:
-        h = h * weight.to(wide).unsqueeze(-1)
+        h = h * weight.to(h.dtype).unsqueeze(-1)
     return F.linear(h.to(x.dtype), w2)
 
 
@@ -50,8 +50,8 @@ def split_expert(w1: Tensor, w2: Tensor, w3: Tensor, m: int) -> list[tuple[Tenso
     return list(zip(w1.chunk(m), w2.chunk(m, dim=1), w3.chunk(m), strict=True))
 
 
-def check_routing(x: Tensor, weights: Tensor, indices: Tensor, n_experts: int) -> None:
-    """x [T, d], weights and indices [T, k]. Raises ValueError for other shapes or ids, TypeError for dtypes."""
+def check_routing(x: Tensor, weights: Tensor, indices: Tensor) -> None:
+    """x [T, d], weights and indices [T, k]. Raises ValueError for other shapes, TypeError for dtypes."""
     if x.dim() != 2 or weights.shape != indices.shape or indices.dim() != 2 or len(indices) != len(x):
         raise ValueError(
             f"x {list(x.shape)}, weights {list(weights.shape)}, indices {list(indices.shape)}: "
@@ -59,8 +59,17 @@ def check_routing(x: Tensor, weights: Tensor, indices: Tensor, n_experts: int) -
         )
     if not weights.is_floating_point() or indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"weights {weights.dtype}, indices {indices.dtype}: expected a float and an integer type")
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= n_experts):
-        raise ValueError(f"indices from {indices.min()} to {indices.max()}: expected 0 to {n_experts - 1}")
+
+
+def sort_pairs(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """The T x k pairs by expert: their order, int64 [T k], and how many each expert has, int64 [E].
+
+    Raises ValueError for an id outside 0 to E - 1.
+    """
+    experts, order = indices.flatten().sort(stable=True)
+    if len(experts) and not 0 <= int(experts[0]) <= int(experts[-1]) < n_experts:
+        raise ValueError(f"indices from {experts[0]} to {experts[-1]}: expected 0 to {n_experts - 1}")
+    return order, experts.bincount(minlength=n_experts)
 
 
 def experts_loop(
@@ -70,9 +79,10 @@ def experts_loop(
 
     Each expert's output is rounded to x's dtype and summed in fp32, by rising expert id.
     """
-    check_routing(x, weights, indices, len(w1))
+    check_routing(x, weights, indices)
+    _, counts = sort_pairs(indices, len(w1))
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    for e in range(len(w1)):
+    for e in counts.nonzero().flatten().tolist():  # the rest add nothing
         token, slot = torch.where(indices == e)
         y = y.index_add(0, token, expert(x[token], w1[e], w2[e], w3[e], limit, weights[token, slot]).to(y.dtype))
     return y.to(x.dtype)
@@ -108,17 +118,15 @@ class Experts(nn.Module):
         if gate.fuse(x):
             w1, w3 = self.w13.chunk(2, dim=1)
             return fused(x, weights, indices, w1, self.w2, w3, self.limit)
-        check_routing(x, weights, indices, len(self.w13))
+        check_routing(x, weights, indices)
+        order, counts = sort_pairs(indices, len(self.w13))
         T, k = indices.shape
-        order = indices.flatten().argsort(stable=True)  # pairs by expert
-        counts = indices.flatten().bincount(minlength=len(self.w13))
-        rows = x[order // k]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        a, u = grouped_linear(rows, self.w13, counts).to(wide).chunk(2, dim=-1)
-        h = swiglu(a, u, self.limit) * weights.flatten()[order].to(wide).unsqueeze(-1)
+        a, u = grouped_linear(x[order // k], self.w13, counts).chunk(2, dim=-1)
+        h = swiglu(a, u, self.limit)
+        h = h.mul_(weights.flatten()[order].to(h.dtype).unsqueeze(-1))
         out = grouped_linear(h.to(x.dtype), self.w2, counts)
-        y = torch.empty_like(rows).index_copy(0, order, out).view(T, k, x.shape[1])  # back in the tokens' order
-        return sum(y.unbind(1), torch.zeros_like(x, dtype=wide)).to(x.dtype)
+        back = torch.empty_like(order).index_copy_(0, order, torch.arange(T * k, device=x.device))
+        return out[back].view(T, k, x.shape[1]).sum(1, dtype=h.dtype).to(x.dtype)
 
 
 def fused(*arguments) -> Tensor:
@@ -162,9 +170,10 @@ class QuantizedExperts(nn.Module):
         if gate.fuse(x):
             pairs = ((getattr(self, f"{n}_payload"), getattr(self, f"{n}_scale")) for n in ("w1", "w2", "w3"))
             return fused(x, weights, indices, *pairs, self.limit)
-        check_routing(x, weights, indices, len(self.w1_payload))
+        check_routing(x, weights, indices)
+        _, counts = sort_pairs(indices, len(self.w1_payload))
         y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        for e in indices.unique().tolist():
+        for e in counts.nonzero().flatten().tolist():
             token, slot = torch.where(indices == e)
             w1, w2, w3 = (self.decode(name, e, x.dtype) for name in ("w1", "w2", "w3"))
             y.index_add_(0, token, expert(x[token], w1, w2, w3, self.limit, weights[token, slot]).to(y.dtype))

@@ -10,6 +10,8 @@ path. A hash-routed layer (V4's first three) reads its choice from a table of to
 the learned affinities all the same. Sources: DeepSeekMoE 3; V2 2.2; V3 2.1.2; V4 2.1; official inference code.
 """
 
+from operator import gt
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +19,6 @@ from torch.nn import functional as F
 from dsv41_edu.config import ModelConfig
 
 EPS = 1e-20  # in the renormalisation's denominator
-FEW = 512  # scores: to sort so many is faster than to look for ties
 
 
 def affinity(logits: Tensor, scoring_func: str) -> Tensor:
@@ -28,20 +29,49 @@ def affinity(logits: Tensor, scoring_func: str) -> Tensor:
         case "sigmoid":
             return logits.sigmoid()
         case "sqrtsoftplus":  # torch's softplus is log(1 + exp(l)), and l itself above 20: nothing overflows
-            return F.softplus(logits).sqrt()
+            return F.softplus(logits).sqrt_()
     raise ValueError(f"scoring_func = {scoring_func!r}: expected softmax, sigmoid or sqrtsoftplus")
 
 
 def top_k_lowest(values: Tensor, k: int) -> Tensor:
-    """Ids [..., k] of the k largest values [..., E], falling, the lowest of equals first. ValueError for NaN."""
-    if k > 1 and values.numel() > FEW:
+    """Ids [..., k] of the k largest values [..., E], falling, the lowest of equals first.
+
+    Raises ValueError for NaN; compiled, it can't look at what it computes, and NaN counts as the largest.
+    """
+    if not torch.compiler.is_compiling():
         one_more = values.topk(min(k + 1, values.shape[-1]), dim=-1)
-        # falling: no NaN, and no ties, which torch.topk would break as it likes
-        if (one_more.values[..., 1:] < one_more.values[..., :-1]).all():
+        if falling(one_more.values):  # no NaN, and no ties, which torch.topk would break as it likes
             return one_more.indices[..., :k].contiguous()
-    if values.isnan().any():
-        raise ValueError("scores: expected numbers, got NaN")
+        if values.isnan().any():
+            raise ValueError("scores: expected numbers, got NaN")
+    elif values.dtype == torch.float32:
+        return top_k_by_keys(values, k)
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+def falling(values: Tensor) -> bool:
+    """Whether each of the values [..., m], two at least, is below the one before it."""
+    if values.shape[-1] < 2:
+        return False
+    if values.numel() == values.shape[-1]:  # of one token: to compare them in Python is faster
+        row = values.flatten().tolist()
+        return all(map(gt, row, row[1:]))
+    return bool((values[..., 1:] < values[..., :-1]).all())
+
+
+def top_k_by_keys(values: Tensor, k: int) -> Tensor:
+    """The same of fp32 values by k maxima of int64 keys, no two of them equal: what a compiler makes one loop of.
+
+    Above, the 32 bits of the value in an order that integers have too; below, the id reversed.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0 and 0 are equal
+    bits = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    ids = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
+    keys, largest = (bits.to(torch.int64) << 32) + ids, []
+    for _ in range(k):
+        largest.append(keys.amax(-1, keepdim=True))
+        keys = keys.masked_fill(keys == largest[-1], torch.iinfo(torch.int64).min)
+    return ids[0] - (torch.cat(largest, -1) & 0xFFFFFFFF)
 
 
 def route(
@@ -92,8 +122,8 @@ def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float) -> T
     """Weights [..., k] of chosen experts: their own scores, to sum 1 where renormalised, times the route scale."""
     weights = scores.gather(-1, indices)
     if renormalise and indices.shape[-1] > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + EPS)
-    return weights * scale
+        weights = weights / weights.sum(-1, keepdim=True).add_(EPS)
+    return weights.mul_(scale)
 
 
 def fuse(x: Tensor) -> bool:
@@ -138,8 +168,10 @@ class Gate(nn.Module):
         weight = self.weight
         if x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x of shape {list(x.shape)}: expected {weight.shape[1]} channels last")
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), weight.to(wide))
+        if x.dtype != weight.dtype or x.dtype.itemsize < 4:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            x, weight = x.to(wide), weight.to(wide)
+        logits = F.linear(x, weight)
         return affinity(logits if self.temperature == 1 else logits / self.temperature, self.scoring_func)
 
     def forward(

@@ -27,6 +27,21 @@ def test_lanes_that_are_masked_off_do_not_count(n):
     assert traffic.total == Traffic(n, n, 4 * n, 2 * n)
 
 
+def test_what_the_block_allocates_counts_together():
+    x = torch.ones(70)
+    with count_traffic(x=x) as traffic:
+        outputs = torch.empty(70), torch.empty_like(x), x.new_empty(70)
+        for y in outputs:
+            copy(x, y)
+    assert traffic == {"x": Traffic(210, 0, 840, 0), "allocated": Traffic(0, 210, 0, 840)}
+
+
+def test_what_was_allocated_before_is_still_refused():
+    x, y = torch.ones(70), torch.empty(70)
+    with pytest.raises(InterpreterError), count_traffic(x=x):
+        copy(x, y)
+
+
 def test_each_program_loads_the_weight_again():
     x, weight, y = torch.ones(5, 13), torch.ones(13, dtype=torch.float16), torch.empty(5, 13)
     with count_traffic(x=x, weight=weight, y=y) as traffic:
@@ -146,9 +161,9 @@ def test_an_empty_tensor_has_no_element():
 
 def test_nothing_stays_behind():
     methods = [getattr(InterpreterBuilder, name) for name in ACCESSES]
-    x = torch.ones(8)
+    x, y = torch.ones(8), torch.empty(8)
     with pytest.raises(InterpreterError), count_traffic(x=x):
-        copy(x, torch.empty(8))
+        copy(x, y)
     assert [getattr(InterpreterBuilder, name) for name in ACCESSES] == methods
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from dsv41_edu.config import preset
 from dsv41_edu.moe.experts import Experts, MoE
-from dsv41_edu.moe.gate import Gate, affinity, route, top_k_lowest, weigh
+from dsv41_edu.moe.gate import Gate, affinity, route, top_k_by_keys, top_k_lowest, weigh
 from dsv41_edu.moe.placement import rebalance_experts
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -313,3 +313,27 @@ def test_bad_masks_and_shapes_are_refused():
         gate(torch.randn(3, 5))
     with pytest.raises(ValueError, match="image_mask: expected none, this gate has one bias"):
         Gate(preset("v4_flash").replace(hidden_size=64), layer=9)(torch.randn(1, 64), torch.ones(1, dtype=torch.bool))
+
+
+# ---- compiled
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 1e-40, 0.5, 2.0, 3e38]), min_size=1, max_size=9))
+def test_maxima_of_keys_are_the_stable_sort(values):
+    row = torch.tensor(values)
+    for k in range(1, len(row) + 1):
+        assert torch.equal(top_k_by_keys(row, k), row.sort(descending=True, stable=True).indices[:k])
+
+
+def test_compiled_it_is_the_same_gate():
+    gate = Gate(MINI)
+    x = torch.randn(13, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gate.weight[5] = gate.weight[2]  # a tie, when they are chosen
+        gate.bias[2] = gate.bias[5] = 9
+        compiled = torch.compile(gate, fullgraph=True)(x)
+        weights, indices = gate(x)
+    assert torch.equal(compiled[1], indices)
+    assert torch.allclose(compiled[0], weights, rtol=1e-5)
+    assert (indices[:, :2] == torch.tensor([2, 5])).all()
