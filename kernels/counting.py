@@ -75,7 +75,7 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
         assert traffic["x"].loaded == n and traffic["y"].stored == n and traffic.total.loaded_bytes == 4 * n
 
     Each lane counts each time, unless it is masked off. What two of the tensors share counts for the first. What
-    the block itself allocates uninitialised, as a kernel's outputs are, counts together as "allocated".
+    the block itself allocates uninitialised, as a kernel's outputs are, counts by dtype, as "allocated float32".
     Raises RuntimeError where kernels are compiled, and ValueError without tensors and for one on another device.
     An access to anything but an element of all these raises IndexError before it is made; it reaches the
     caller of the kernel as Triton's InterpreterError.
@@ -93,8 +93,9 @@ def count_traffic(**tensors: torch.Tensor) -> Iterator[TrafficByName]:
         addresses = pointers.data[np.broadcast_to(unmasked, pointers.data.shape)].astype(np.int64)
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         for tensor in made.tensors:
-            traffic.setdefault("allocated", Traffic())
-            regions.append(("allocated", tensor.data_ptr(), element_bytes(tensor)))
+            name = f"allocated {str(tensor.dtype).removeprefix('torch.')}"
+            traffic.setdefault(name, Traffic())
+            regions.append((name, tensor.data_ptr(), element_bytes(tensor)))
         made.tensors.clear()
         for name, start, is_element in regions:
             first = addresses - start

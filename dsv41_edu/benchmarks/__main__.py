@@ -7,14 +7,12 @@ Prints a table and writes book/data/benchmarks.json.
 import argparse
 import importlib
 import pkgutil
-from pathlib import Path
 
 from tqdm import tqdm
 
 from dsv41_edu import benchmarks
-from dsv41_edu.benchmarks.harness import Case, run, write
+from dsv41_edu.benchmarks.harness import RESULTS, Case, run, write
 
-RESULTS = Path(__file__).parents[2] / "book" / "data" / "benchmarks.json"
 HEADER = ("case", "contestant", "median s", "iqr s", "rounds", "ratio", "peak MiB", "")
 
 

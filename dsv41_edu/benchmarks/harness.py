@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+RESULTS = Path(__file__).parents[2] / "book" / "data" / "benchmarks.json"
 SECONDS_PER_CASE = 5.0  # rounds go on until then
 FEWEST_ROUNDS = 5
 SHORTEST_MEASUREMENT = 0.02  # seconds; shorter ones are mostly clock and call overhead
@@ -171,6 +172,11 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def read(prefix: str) -> list[dict]:
+    """The stored cases whose names start so, in their order."""
+    return [case for case in json.loads(RESULTS.read_text())["cases"] if case["name"].startswith(prefix)]
 
 
 def write(path: Path, results: list[dict]) -> None:

@@ -35,7 +35,7 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
     assert results["ceilings"] == NO_LIMITS
     names = [c["name"] for c in results["cases"]]
     assert names[:2] == ["gate.1", "gate.3"]
-    assert {"experts.bf16.3", "experts.fp8.3", "experts.mxfp4.3"} <= set(names)
+    assert {"experts.bf16.3", "experts.fp8.3", "experts.mxfp4.3", "seam.3", "seam_backward.3"} <= set(names)
     assert len({*names}) == len(names)
     for found in results["cases"]:
         assert "error" not in found, found
@@ -49,6 +49,11 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
         if found["name"].startswith("experts"):
             assert found["difference"]["within_one_ulp"] > 0.99
             assert found["difference"]["rms"] < 5e-3
+        if found["name"] == "seam.3":
+            assert max(found["difference"][name] for name in ("pre", "post", "comb")) < 1e-5
+            assert max(found["difference"].values()) < 4e-3, "bf16"
+        if found["name"] == "seam_backward.3":
+            assert max(found["difference"].values()) < 4e-3, "bf16"
     assert "experts.mxfp4.3" in capsys.readouterr().out
 
 

@@ -27,13 +27,16 @@ def test_lanes_that_are_masked_off_do_not_count(n):
     assert traffic.total == Traffic(n, n, 4 * n, 2 * n)
 
 
-def test_what_the_block_allocates_counts_together():
+def test_what_the_block_allocates_counts_by_dtype():
     x = torch.ones(70)
     with count_traffic(x=x) as traffic:
-        outputs = torch.empty(70), torch.empty_like(x), x.new_empty(70)
-        for y in outputs:
+        for y in (torch.empty(70), torch.empty_like(x), x.new_empty(70), torch.empty(70, dtype=torch.bfloat16)):
             copy(x, y)
-    assert traffic == {"x": Traffic(210, 0, 840, 0), "allocated": Traffic(0, 210, 0, 840)}
+    assert traffic == {
+        "x": Traffic(280, 0, 1120, 0),
+        "allocated float32": Traffic(0, 210, 0, 840),
+        "allocated bfloat16": Traffic(0, 70, 0, 140),
+    }
 
 
 def test_what_was_allocated_before_is_still_refused():
