@@ -714,6 +714,7 @@ def drift(dtype):
     return (rough - exact).norm().item() / exact.norm().item()
 
 
+# %%
 shifts = {
     "input map (right)": (1, 0, 0),
     "output map too": (1, 1, 0),

@@ -8,12 +8,13 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from dsv41_edu.experiments import mhc_depth
+from dsv41_edu.experiments import mhc_depth, text
 from dsv41_edu.experiments.mhc_depth import EVERY, REGIMES, SETUP, agrees, measure, run, slice_run, train, watch
 from dsv41_edu.experiments.mhc_stack import ARMS, Regime, Setup, Stack, composite, gains, mixing, residual_maps
 from dsv41_edu.experiments.small_moe import batches
-from dsv41_edu.mhc.seam import Seam, collapse
+from dsv41_edu.mhc.seam import collapse
 
 TINY = Setup(hidden_size=16, layers=2, heads=2, width=24, context=16, batch=2, steps=10, warm_up=2)
 SINGLE_PASS = ARMS[3]
@@ -21,9 +22,8 @@ SINGLE_PASS = ARMS[3]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """As the stored runs had it; the many small operations gain nothing by a second one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as the stored runs had it; a second one only slows so many small operations
     yield
     torch.set_num_threads(before)
 
@@ -51,7 +51,6 @@ def random_connections(arm):
 
 
 def last_streams(model):
-    """[B, T, n, d] after the last sublayer."""
     seen = []
     hook = model.connections[-1].register_forward_hook(lambda _, args, out: seen.append(out))
     model(ids())
@@ -61,8 +60,7 @@ def last_streams(model):
 
 def test_gain_of_identities_is_one():
     maps = torch.eye(4).expand(5, 3, 4, 4)
-    for gain in (*gains(maps), *gains(composite(maps))):
-        assert gain.tolist() == [1.0] * 5
+    assert [gain.tolist() for gain in (*gains(maps), *gains(composite(maps)))] == [[1.0] * 5] * 4
     assert mixing(maps).tolist() == [0.0] * 5
 
 
@@ -86,7 +84,7 @@ def test_composite_is_what_the_streams_go_through():
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_maps_are_those_that_the_model_used(arm):
-    model = Stack(TINY, arm) if arm == "plain" else random_connections(arm)
+    model = random_connections(arm)
     with torch.no_grad():
         for name, p in model.sublayers.named_parameters():
             if name.endswith(("out.weight", "w2.weight")):
@@ -103,6 +101,7 @@ def test_seed_gives_all_arms_the_same_sublayers():
     state = torch.get_rng_state()
     models = {arm: Stack(TINY, arm, 1) for arm in ARMS}
     assert torch.equal(state, torch.get_rng_state())  # the global generator is left alone
+    torch.manual_seed(6)  # and not used
     plain = dict(models["plain"].named_parameters())
     for arm in ARMS[1:]:
         for name, p in models[arm].named_parameters():
@@ -114,7 +113,7 @@ def test_seed_gives_all_arms_the_same_sublayers():
     assert plain["embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize(("arm", "tolerance"), zip(ARMS[1:], (1e-5, 0.03, 0.03), strict=True))
+@pytest.mark.parametrize(("arm", "tolerance"), [(ARMS[1], 1e-5), (ARMS[2], 0.03), (ARMS[3], 0.03)])
 def test_arms_start_as_nearly_one_function(arm, tolerance):
     plain, other = (Stack(SETUP, a)(ids(SETUP)) for a in ("plain", arm))
     assert (plain - other).norm() <= tolerance * plain.norm()
@@ -122,7 +121,7 @@ def test_arms_start_as_nearly_one_function(arm, tolerance):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_token_never_reaches_an_earlier_position(arm):
-    model = Stack(TINY, arm) if arm == "plain" else random_connections(arm)
+    model = random_connections(arm)
     before, changed = model(ids()), ids().clone()
     changed[:, 7] += 1
     after = model(changed)
@@ -164,20 +163,21 @@ def test_constraint_bounds_the_composite_gain(arm):
 def test_gain_of_free_maps_grows_as_a_power():
     enlarged = REGIMES["enlarged"]
     gain = measure(Stack(SETUP, "HC", regime=enlarged), SETUP)
-    expected = enlarged.factor ** torch.arange(48, 0, -1, dtype=torch.float64)
-    torch.testing.assert_close(gain["forward"], expected, rtol=1e-4, atol=0)
-    torch.testing.assert_close(gain["backward"], expected, rtol=1e-4, atol=0)
-    assert gain["forward"][0] > 2e5
-    same, plain = (residual_maps(Stack(TINY, SINGLE_PASS, regime=r), ids()) for r in (enlarged, Regime()))
-    torch.testing.assert_close(same, plain, rtol=1e-5, atol=1e-7)  # the softmax takes the factor away
+    for name in ("forward", "backward"):
+        assert gain[name].tolist() == pytest.approx([1.3**length for length in range(48, 0, -1)], rel=1e-4)
+    same, plain = (Stack(TINY, SINGLE_PASS, regime=r) for r in (enlarged, Regime()))
+    more = same.connections[0].base - plain.connections[0].base
+    torch.testing.assert_close(more, torch.tensor([0.0] * 8 + [math.log(enlarged.factor)] * 16), rtol=0, atol=1e-6)
+    maps = [residual_maps(model, ids()) for model in (same, plain)]
+    torch.testing.assert_close(*maps, rtol=1e-5, atol=1e-7)  # the softmax takes the factor away
 
 
 def test_plain_residual_has_gain_one_whatever_was_trained():
     model = Stack(TINY, "plain")
     list(train(model, TINY, Regime(rate=100), 0))
-    for values in measure(model, TINY).values():
-        assert values.unique().item() in (0.0, 1.0)
-    assert measure(model, TINY)["forward"].tolist() == [1.0] * 4
+    found = {name: values.tolist() for name, values in measure(model, TINY).items()}
+    assert found.pop("mixing") == [0.0] * 4
+    assert list(found.values()) == [[1.0] * 4] * 4
 
 
 @pytest.mark.parametrize("rate", [1.0, 10.0])
@@ -190,23 +190,29 @@ def test_connections_learn_at_their_own_rate_and_never_decay(rate):
 
 
 def test_scales_start_as_the_regime_says():
-    for model in (Stack(TINY, arm, regime=REGIMES["hot"]) for arm in ARMS[1:]):
-        for c in model.connections:
-            scales = c.scale if isinstance(c, Seam) else torch.stack([c.s_alpha, c.s_beta])
-            assert (scales == 1).all()
+    free, *bound = (Stack(TINY, arm, regime=REGIMES["hot"]).connections for arm in ARMS[1:])
+    assert all(c.s_alpha == c.s_beta == 1 for c in free)
+    assert all((seam.scale == 1).all() for seams in bound for seam in seams)
 
 
 def test_points_of_the_curves():
-    curves = watch(Stack(TINY, "HC"), TINY, Regime(), 0, 3)
+    curves, model = watch(Stack(TINY, "HC"), TINY, Regime(), 0, 3), Stack(TINY, "HC")
     losses, norms = zip(*train(Stack(TINY, "HC"), TINY, Regime(), 0), strict=True)
     parts = [slice(i, i + EVERY) for i in range(0, TINY.steps, EVERY)]
     assert curves["loss"] == [pytest.approx(statistics.mean(losses[p]), rel=1e-4) for p in parts]
     assert curves["gradient_norm"] == [pytest.approx(max(norms[p]), rel=1e-4) for p in parts]
-    model = Stack(TINY, "HC")
     list(islice(train(model, TINY, Regime(), 0), EVERY))
     for name, values in measure(model, TINY).items():
         assert curves[name][1] == pytest.approx(values.max().item(), rel=1e-4)
     assert curves["forward_all"][1] == pytest.approx(measure(model, TINY)["forward"][0].item(), rel=1e-4)
+
+
+def test_evaluation_is_the_mean_over_the_first_windows(monkeypatch):
+    monkeypatch.setattr(mhc_depth, "WINDOWS", 20)
+    model, tokens = Stack(TINY, "plain"), text.tokens("heldout")
+    parts = [tokens[a : a + 17] for a in range(0, 320, 16)]
+    losses = [F.cross_entropy(model(part[None, :-1])[0], part[1:]).item() for part in parts]
+    assert mhc_depth.evaluate(model, TINY) == pytest.approx(statistics.mean(losses), rel=1e-5)
 
 
 def test_refuses_what_it_does_not_know():
@@ -221,15 +227,17 @@ def test_a_small_experiment_from_runs_to_file(tmp_path, monkeypatch):
     monkeypatch.setattr(mhc_depth, "RESULT", tmp_path / "result.json")
     monkeypatch.setattr(mhc_depth, "WINDOWS", 8)
     tiny = dataclasses.replace(TINY, layers=1, steps=5)
-    runs = [run("ordinary", "plain", s, tiny) for s in (0, 1)] + [run("hot", SINGLE_PASS, s, tiny) for s in (0, 1)]
+    runs = [run(regime, arm, s, tiny) for regime, arm in (("ordinary", "plain"), ("enlarged", "HC")) for s in (0, 1)]
     mhc_depth.write(runs)
     assert mhc_depth.read() == json.loads(json.dumps(mhc_depth.document(runs)))
-    assert {**run("hot", SINGLE_PASS, 1, tiny), "duration_s": 0} == {**runs[-1], "duration_s": 0}
+    assert {**run("enlarged", "HC", 1, tiny), "duration_s": 0} == {**runs[-1], "duration_s": 0}
+    assert runs[-1]["curves"]["forward_all"][0] == 1.69  # 1.3 twice
+    assert runs[-1]["max_forward"] == runs[-1]["layers"]["forward"][0] > max(runs[-1]["curves"]["forward"])
 
 
 def test_a_number_that_is_not_finite_is_kept_as_none():
     broken = {"regime": "hot", "arm": "HC", "seed": 0, "heldout_loss": mhc_depth.rounded(math.inf)}
-    assert broken["heldout_loss"] is None
+    assert (broken["heldout_loss"], mhc_depth.rounded(123456.7)) == (None, 123460.0)
     assert mhc_depth.largest([1.0, mhc_depth.rounded(math.nan), 2.0]) == 2.0
     peaks = {f"max_{name}": 1.0 for name in mhc_depth.PEAKS}
     whole = [{**peaks, "regime": "ordinary", "arm": "plain", "seed": s, "heldout_loss": 5.0 + s} for s in (0, 1)]
@@ -251,28 +259,22 @@ def test_every_run_is_whole(stored):
         assert {len(values) for values in r["layers"].values()} == {2 * SETUP.layers}
         for name in mhc_depth.PEAKS:
             assert r[f"max_{name}"] == max(r["curves"][name] + r["layers"].get(name, []))
-        assert r["curves"]["forward_all"][0] <= r["curves"]["forward"][0]
 
 
 def test_summary_is_that_of_the_runs(stored):
     assert stored["summary"] == mhc_depth.summary(stored["runs"])
-    plain, *_ = stored["summary"]
-    losses = [r["heldout_loss"] for r in of(stored, "ordinary", "plain")]
-    assert plain["heldout_loss"][0] == pytest.approx(sum(losses) / 3, abs=1e-4)
-    assert plain["heldout_loss"][1] == pytest.approx(2 * statistics.stdev(losses), abs=1e-4)
+    plain, hc, *_ = stored["summary"]
     assert plain["loss_minus_plain"] == [0, 0]
-    hc = next(row for row in stored["summary"] if (row["regime"], row["arm"]) == ("hot", "HC"))
-    assert hc["max_forward"] == [f([r["max_forward"] for r in of(stored, "hot", "HC")]) for f in (min, max)]
+    assert hc["max_forward"] == [f(r["max_forward"] for r in of(stored, "ordinary", "HC")) for f in (min, max)]
 
 
 def test_what_the_chapter_says_of_the_runs(stored):
     """With every seed; the plain residual of the ordinary regime is what losses are held against."""
     plain = [r["heldout_loss"] for r in of(stored, "ordinary", "plain")]
-    for regime in REGIMES:
-        for arm in ARMS[2:]:
-            for r in of(stored, regime, arm):  # the constraint; the paper's 1.6 is of this size
-                assert r["max_forward"] < 1.0002
-                assert r["max_backward"] < 2
+    for r in stored["runs"]:
+        if r["arm"] in ARMS[2:]:
+            assert r["max_forward"] < 1.0002
+            assert r["max_backward"] < 2  # the paper's 1.6 is of this size
     for r, base in zip(of(stored, "ordinary", "HC"), plain, strict=True):
         assert r["max_forward"] > 4  # grows where all is as in the papers, and does no harm
         assert r["heldout_loss"] < base + 0.02

@@ -1,0 +1,1 @@
+"""The hashed n-gram memory: compressed vocabulary, hash, table, prefetch, gate."""

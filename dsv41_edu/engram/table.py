@@ -1,0 +1,169 @@
+"""The rows of the hashed memory, read by id: from memory, from a shard that nobody loads, or from both.
+
+    value_c of row r = payload_rc * 2^(s - 127), rounded to bf16        s = scale byte floor(c / 32) of row r
+
+A token reads 24 rows of 264 bytes out of 384 million. So the shard is mapped, not loaded; ids that a read names twice
+are read once; and since n-grams follow Zipf's law, few rows held in memory answer many of the reads.
+Sources: V4.1 checkpoint layout; official inference code; the Engram paper (tiers).
+"""
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv41_edu.headers import read_header
+from dsv41_edu.quantization import BLOCK, E4M3, E8M0, fp8_rows_decode
+
+
+@dataclass
+class Counts:
+    """What the reads of a table took so far. "The file" is the mapped one; the system may still hold parts of it."""
+
+    row_bytes: int  # of one row: payload and scales
+    asked: int = 0  # row ids, repeats counted
+    hits: int = 0  # rows read from memory
+    misses: int = 0  # rows read from the file
+
+    @property
+    def rows(self) -> int:
+        """Rows read: each read's distinct ids."""
+        return self.hits + self.misses
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of payload and scales read from memory."""
+        return self.hits * self.row_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of payload and scales read from the file."""
+        return self.misses * self.row_bytes
+
+
+class EngramTable:
+    """Stored rows, and `counts` of what was read: `payload` uint8 [rows, width], `scales` uint8 [rows, width / 32].
+
+    Made by `of` or `open`. Several threads may read it.
+    """
+
+    def __init__(self, payload: np.ndarray, scales: np.ndarray, mapped: bool = False):
+        """Bytes as stored; `mapped`: they are a file's. Raises ValueError for shapes that don't fit each other."""
+        if payload.ndim != 2 or not payload.size or payload.shape[1] % BLOCK:
+            raise ValueError(f"payload of shape {list(payload.shape)}: expected [rows, a multiple of {BLOCK}]")
+        self.rows, self.width = payload.shape
+        if scales.shape != (self.rows, self.width // BLOCK):
+            raise ValueError(
+                f"scales of shape {list(scales.shape)}: expected {[self.rows, self.width // BLOCK]}, "
+                f"one for {BLOCK} channels"
+            )
+        self.payload, self.scales, self.mapped = payload, scales, mapped
+        self.counts = Counts(self.width + self.width // BLOCK)
+        self.lock = Lock()
+
+    @classmethod
+    def of(cls, payload: Tensor, scales: Tensor) -> "EngramTable":
+        """In memory, without a copy: float8_e4m3fn [rows, width] and float8_e8m0fnu [rows, width / 32].
+
+        They are what `quantization.fp8_rows_encode` makes. Raises TypeError for dtypes, ValueError for shapes.
+        """
+        for name, tensor, dtype in (("payload", payload, E4M3), ("scales", scales, E8M0)):
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} is {tensor.dtype}: expected {dtype}")
+        return cls(payload.view(torch.uint8).numpy(), scales.view(torch.uint8).numpy())
+
+    @classmethod
+    def open(cls, path: str | Path, layer: int, rows: int, width: int = 256) -> "EngramTable":
+        """The table of one layer in a shard of the official layout, mapped: of the data only rows asked for are read.
+
+        rows: `NgramHash.rows` of the layer; width: `engram_head_dim`. The file must stay whole while it is mapped.
+        Raises OSError without the file, HeaderError for one that isn't whole, ValueError for a tensor that is
+        missing or isn't what rows and width say.
+        """
+        path, header = Path(path), read_header(path)
+        # a header's tensors tile the file up to its end, in the header's order
+        at, start = path.stat().st_size - sum(entry.nbytes for entry in header.values()), {}
+        for name, entry in header.items():
+            start[name], at = at, at + entry.nbytes
+        with path.open("rb") as file:
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):  # else each row brings its neighbours along
+            whole.madvise(mmap.MADV_RANDOM)
+        arrays = []
+        for suffix, dtype, columns in (("weight", "F8_E4M3", width), ("scale", "F8_E8M0", width // BLOCK)):
+            name, shape = f"layers.{layer}.engram.embed.{suffix}", (rows, columns)
+            if name not in header:
+                raise ValueError(f"{path.name}: no tensor {name}: expected {dtype} {list(shape)}")
+            found = header[name]
+            if (found.dtype, found.shape) != (dtype, shape):
+                raise ValueError(
+                    f"{path.name}: {name} is {found.dtype} {list(found.shape)}: expected {dtype} {list(shape)}"
+                )
+            arrays.append(np.ndarray(shape, np.uint8, whole, start[name]))
+        return cls(*arrays, mapped=True)
+
+    def check(self, rows: Tensor) -> None:
+        """Raises TypeError for row ids that aren't int64, ValueError for ids that the table doesn't have."""
+        if rows.dtype != torch.int64:
+            raise TypeError(f"rows are {rows.dtype}: expected torch.int64")
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
+            raise ValueError(f"rows from {rows.min()} to {rows.max()}: expected 0 to {self.rows - 1}")
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Values bf16 [..., width] of row ids, int64 [...]. Raises what `check` raises.
+
+        A scale byte of 255 makes its 32 channels NaN, as a payload of NaN does its own; beyond bf16 is infinity.
+        """
+        self.check(rows)
+        distinct, place = torch.unique(rows, return_inverse=True)
+        payload, scales, hits = self.fetch(distinct.numpy())
+        with self.lock:
+            self.counts.asked += rows.numel()
+            self.counts.hits += hits
+            self.counts.misses += len(distinct) - hits
+        stored = torch.from_numpy(payload).view(E4M3), torch.from_numpy(scales).view(E8M0)
+        return fp8_rows_decode(*stored, torch.bfloat16)[place]
+
+    def fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Payload and scales of ids [n], valid and ascending, copied; and how many of them were in memory."""
+        return self.payload[ids], self.scales[ids], 0 if self.mapped else len(ids)
+
+
+class TieredTable(EngramTable):
+    """A table with some of its rows held in memory, which answer first: the same values for any choice of rows.
+
+    The choice is made once, by frequency, and not by the last use: how often n-grams occur is a property of the
+    language and hardly changes, a read then changes nothing that another thread sees, and hits can be repeated.
+    """
+
+    def __init__(self, table: EngramTable, hot_rows: Tensor):
+        """hot_rows: int64 [H], as of `most_frequent`; H = 0 holds none. Raises what `check` raises."""
+        super().__init__(table.payload, table.scales, table.mapped)
+        self.check(hot_rows)
+        self.hot_rows = np.unique(hot_rows.numpy())
+        self.hot_payload, self.hot_scales, _ = super().fetch(self.hot_rows)
+
+    def fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """As of `EngramTable`: the hot rows from memory, the others from the table behind."""
+        place = np.searchsorted(self.hot_rows, ids)
+        hot = place < len(self.hot_rows)
+        hot[hot] = self.hot_rows[place[hot]] == ids[hot]
+        payload, scales = (np.empty((len(ids), a.shape[1]), np.uint8) for a in (self.payload, self.scales))
+        payload[hot], scales[hot] = self.hot_payload[place[hot]], self.hot_scales[place[hot]]
+        payload[~hot], scales[~hot], hits = super().fetch(ids[~hot])
+        return payload, scales, int(hot.sum()) + hits
+
+
+def most_frequent(rows: Tensor, capacity: int) -> Tensor:
+    """The ids that occur most often in rows, int64 [...], the most frequent first, the lower first of equals.
+
+    Returns int64 [H], H = capacity or, where rows hold fewer, how many there are. Raises ValueError below 0.
+    """
+    if capacity < 0:
+        raise ValueError(f"capacity = {capacity}: expected at least 0 rows")
+    distinct, counts = torch.unique(rows, return_counts=True)
+    return distinct[counts.argsort(descending=True, stable=True)[:capacity]]
