@@ -69,6 +69,10 @@ check("eng.module_bytes", [b / 1e9 for b in nbytes[layers[0]]])
 check("eng.total_gib", sum(map(sum, nbytes.values())) / 2**30)
 
 # %%
+sizes = [(f"layer {l}", rows[i], *nbytes[l], sum(nbytes[l])) for i, l in enumerate(layers)]
+table("table|rows|payload, bytes|scales, bytes|together", sizes)
+
+# %%
 columns = orders * heads
 check("eng.token_module_bytes", [columns * width, columns * width // 32])
 

@@ -491,7 +491,8 @@ table("start|connection|held-out loss|less plain|so", [told(row) for row in trai
 # So small a model hardly needs more streams; a large one gained. Nor does a large gain hurt by itself in so short a
 # training: with residual maps enlarged at the start, HC's gain is in the millions, and its loss is the lowest. What
 # the runs show is the mechanism: free maps drift to gains that mHC's cannot reach, at the ordinary start already, and
-# where they learn fast the gain runs away and the loss goes with it. The first steps are trained again right here, so that a stale file is noticed:
+# where they learn fast the gain runs away and the loss goes with it. (At the ordinary start mHC's maps hardly leave
+# the identity, so its gain of one says little there; where they learn fast they do mix, and it still stays.) The first steps are trained again right here, so that a stale file is noticed:
 
 # %%
 live = mhc_depth.agrees(mhc_depth.slice_run(), runs["ordinary", "HC", 0])

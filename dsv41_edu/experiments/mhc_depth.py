@@ -1,15 +1,16 @@
-"""Connections through 48 sublayers: what keeps the composite gain near 1, and what an exploding one does.
+"""Connections through 48 sublayers: what keeps the composite gain near 1, and what comes of one that explodes.
 
 Four arms from the same sublayers on the same batches, three seeds each: the plain residual, hyper-connections (HC,
-dynamic and unconstrained), mHC multi-pass (V4) and mHC single-pass (V4.1). Four regimes, alike for HC and mHC:
+dynamic, unconstrained), mHC multi-pass (V4) and mHC single-pass (V4.1). The regimes are alike for HC and mHC:
 
-    ordinary   as the papers start: the maps' dynamic part times 0.01, one learning rate for all
-    enlarged   A_r of HC starts at 1.3 I; a seam's logits at log 1.3 more, which its softmax takes away: HC alone runs
-    hot        the dynamic part times 1, the connections' learning rate times 10
-    extreme    the same, times 100
+    ordinary   the dynamic part of all maps times 0.01, as in the papers, and one learning rate for all parameters
+    enlarged   the first residual maps times 1.3: HC's A_r = 1.3 I. A seam's exp(logits) too, but its softmax takes
+               the factor away, so only HC is run
+    hot        the dynamic part times 1, and connections learn 10 times as fast as the rest
+    extreme    the same, 100 times as fast
 
-The gains are means over the first window of the held-out text. Writes book/data/mhc_depth.json.
-Source of the arms: Hyper-Connections 2, mHC 4, V4.1 report 2.4.1; of the measure: mHC 3.1.
+Gradients are clipped in all of them. Gains are means over the first window of the held-out text. Writes
+book/data/mhc_depth.json. Sources of the arms: Hyper-Connections 2, mHC 4, V4.1 report 2.4.1; of the gain: mHC 3.1.
 """
 
 import dataclasses

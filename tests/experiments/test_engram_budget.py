@@ -22,7 +22,7 @@ from dsv41_edu.experiments.engram_budget import (
     slice_run,
     summary,
 )
-from dsv41_edu.experiments.engram_lm import EngramLM, Setup
+from dsv41_edu.experiments.engram_lm import EngramLM, Setup, train
 
 TINY = Setup(hidden_size=32, context=16, batch=2, steps=11, warm_up=2, row_width=8)
 
@@ -118,8 +118,8 @@ def test_fits_of_each_seed_and_of_the_mean():
 
 
 def test_a_small_experiment_from_runs_to_file(tmp_path, monkeypatch):
-    train, heldout = text.tokens("train"), text.tokens("heldout")[:3000]
-    monkeypatch.setattr(text, "tokens", lambda split: {"train": train, "heldout": heldout}[split])
+    splits = {"train": text.tokens("train"), "heldout": text.tokens("heldout")[:3000]}
+    monkeypatch.setattr(text, "tokens", splits.get)
     monkeypatch.setattr(engram_budget, "RESULT", tmp_path / "result.json")
     monkeypatch.setattr(engram_budget, "ARMS", {"share": (0.0, 0.25), "rows": (100, 500)})
     monkeypatch.setattr(engram_budget, "SEEDS", (0, 1))
@@ -129,6 +129,8 @@ def test_a_small_experiment_from_runs_to_file(tmp_path, monkeypatch):
     assert engram_budget.read() == json.loads(json.dumps(engram_budget.document(runs)))
     assert {**run("share", 0.25, 1, TINY), "duration_s": 0} == {**runs[3], "duration_s": 0}
     assert len({r["heldout_loss"] for r in runs}) == 8
+    setup = setup_of("share", 0.25, TINY)
+    assert runs[3]["curve"][0] == round(next(train(EngramLM(setup, 1), setup, 1)), 4)
     assert all(len(r["curve"]) == 2 for r in runs)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from dsv41_edu.experiments import engram_use, text
-from dsv41_edu.experiments.engram_lm import EngramLM, Setup, compress, gates
+from dsv41_edu.experiments.engram_lm import EngramLM, Setup, compress, gates, train
 from dsv41_edu.experiments.engram_use import (
     BINS,
     FREQUENT,
@@ -133,6 +133,10 @@ def test_a_small_experiment_from_runs_to_file(short, tmp_path, monkeypatch):
     engram_use.write(runs)
     assert engram_use.read() == json.loads(json.dumps(engram_use.document(runs)))
     assert {**run(1, tiny), "duration_s": 0} == {**runs[1], "duration_s": 0}
+    model = EngramLM(tiny, 1)
+    list(train(model, tiny, 1))
+    gate = gates(model, passage(PHRASES[2]))[0].tolist()
+    assert runs[1]["passages"][2] == [pytest.approx(g, abs=1e-4) for g in gate]
     found = engram_use.summary(runs)
     first, second = (r["ablation"]["all"]["off"] - r["ablation"]["all"]["on"] for r in runs)
     assert found["ablation"]["all"]["increase"][0] == pytest.approx((first + second) / 2, abs=1e-4)

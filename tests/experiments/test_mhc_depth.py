@@ -250,7 +250,6 @@ def test_stored_file_was_made_with_these_settings(stored):
     now = json.loads(json.dumps(mhc_depth.document(stored["runs"])["setup"]))
     assert {**now, "torch": stored["setup"]["torch"]} == stored["setup"]
     assert [(r["regime"], r["arm"], r["seed"]) for r in stored["runs"]] == mhc_depth.jobs()
-    assert mhc_depth.RESULT.stat().st_size < 200_000
 
 
 def test_every_run_is_whole(stored):
