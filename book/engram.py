@@ -446,7 +446,8 @@ falls = all(a[0] > b[0] for a, b in itertools.pairwise(p["heldout_loss"] for p i
 check("eng.power_law", fit["exponent"], holds=falls and fit["r2"] > 0.9)
 
 # %% [markdown]
-# (Exponent {glue:text}`exponent`, with {glue:text}`r2` of the variance of the logarithms on the line.) What does a
+# (Exponent {glue:text}`exponent`, with {glue:text}`r2` of the variance of the logarithms on the line. The points bend
+# around it: what these runs show is that the loss keeps falling, not that the law is exact.) What does a
 # trained memory do? Its gate at each token of a held-out verse: the memory read at a token is that of the n-gram which
 # ends there.
 
