@@ -211,7 +211,7 @@ def _gate(T: int, E: int, d: int, k: int, device: torch.device) -> Running:
     def error():
         (weights, indices), (w, i) = ours(), reference(x.double(), weight.double(), bias.double())
         same = (indices == i).all(-1)  # in bits of fp32 two scores may change places
-        return {"ids_equal": same.double().mean().item(), "rms": _rms(weights[same], w[same])}
+        return {"ids_equal": same.double().mean().item(), "rms": rms(weights[same], w[same])}
 
     contestants = {"ours": ours, "eager": partial(reference, x, weight, bias)}
     if device.type == "cuda":
@@ -255,7 +255,7 @@ def _experts(name: str, T: int, E: int, d: int, width: int, k: int, device: torc
         out = ours()[some]
         exact = torch.stack([_in_float64(x[t], weights[t], indices[t], matrices) for t in some.tolist()])
         steps = (out.view(torch.int16).int() - exact.bfloat16().view(torch.int16).int()).abs()
-        return {"rms": _rms(out, exact), "within_one_ulp": (steps <= 1).double().mean().item()}
+        return {"rms": rms(out, exact), "within_one_ulp": (steps <= 1).double().mean().item()}
 
     ours = partial(fused_experts, x, weights, indices, w1, w2, w3, 10.0)
     contestants = {"ours": ours, "eager": partial(eager, x, weights, indices)}
@@ -297,7 +297,7 @@ def _in_float64(x: Tensor, weights: Tensor, indices: Tensor, matrices: Callable)
     return y
 
 
-def _rms(ours: Tensor, exact: Tensor) -> float:
+def rms(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact).norm() / exact.norm()).item()
 
 

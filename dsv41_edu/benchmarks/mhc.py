@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv41_edu.benchmarks.gpu import GpuCase, Running
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
 from dsv41_edu.benchmarks.harness import Case, Skip
 from dsv41_edu.mhc.seam import Seam, coefficients, collapse, expand, single_pass
 
@@ -140,7 +140,7 @@ def _forward(T: int, d: int, device: torch.device) -> Running:
     def error():
         found, exact = ours(), _exact(*(a.double() for a in arguments))
         names = "streams", "z", "pre", "post", "comb"
-        return {name: _rms(getattr(found, name), x) for name, x in zip(names, exact, strict=True)}
+        return {name: rms(getattr(found, name), x) for name, x in zip(names, exact, strict=True)}
 
     contestants = {"ours": ours, "eager": partial(single_pass, *arguments)}
     if device.type == "cuda":
@@ -165,13 +165,9 @@ def _backward(T: int, d: int, device: torch.device) -> Running:
     def error():
         exact = torch.enable_grad()(training(_exact, tuple(a.double() for a in arguments)))()
         names = "out", "streams", "post", "comb", "pending", "fn", "base", "scale"
-        return {name: _rms(a, b) for name, a, b in zip(names, contestants["ours"](), exact, strict=True)}
+        return {name: rms(a, b) for name, a, b in zip(names, contestants["ours"](), exact, strict=True)}
 
     fn = arguments[5]
     # forward as above; backward: streams, out and two gradients in, two out; streams and out again for fn's gradient
     moved = 2 * T * (2 * N + 2) * d + 2 * T * (4 * N + 4) * d
     return Running(contestants, error, moved + 3 * 4 * fn.numel(), 3 * 2 * T * fn.numel())
-
-
-def _rms(ours: Tensor, exact: Tensor) -> float:
-    return ((ours.double() - exact).norm() / exact.norm()).item()

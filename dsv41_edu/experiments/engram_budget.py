@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dsv41_edu.experiments.engram_lm import EngramLM, Setup, train
-from dsv41_edu.experiments.small_moe import evaluate
+from dsv41_edu.experiments.small_moe import evaluate, spread
 
 RESULT = Path(__file__).parents[2] / "book" / "data" / "engram_budget.json"
 SETUP = Setup()
@@ -107,11 +107,6 @@ def summary(runs: list[dict]) -> list[dict]:
             gained = [losses[value, seed] - losses[values[0], seed] for seed in seeds]
             rows.append({"kind": kind, "value": value, "heldout_loss": spread(mine), "minus_first": spread(gained)})
     return rows
-
-
-def spread(values: list[float]) -> list[float]:
-    """[mean, 2 standard deviations]."""
-    return [round(statistics.mean(values), 4), round(2 * statistics.stdev(values), 4)]
 
 
 def fit(rows: list[float], losses: list[float]) -> dict[str, float]:

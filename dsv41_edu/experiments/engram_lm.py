@@ -22,7 +22,7 @@ from dsv41_edu.engram.gate import EngramGate, add_memory
 from dsv41_edu.engram.hashing import NgramHash, primes_from
 from dsv41_edu.engram.vocabulary import CompressedVocabulary
 from dsv41_edu.experiments import small_moe, text
-from dsv41_edu.experiments.small_moe import SmallMoE, Watch, batches, rate
+from dsv41_edu.experiments.small_moe import SmallMoE, Watch, batches, descend
 from dsv41_edu.moe.balance import update_bias
 
 LAYER = 1  # whose attention the memory comes before, counted from 0
@@ -170,15 +170,8 @@ def train(model: EngramLM, setup: Setup, seed: int) -> Iterator[float]:
     )
     first, last = setup.bias_speed
     for step in range(setup.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(setup, step) * group["times"]
-        inputs, targets = next(data)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-        optimizer.step()
+        loss, _ = descend(model, optimizer, setup, step, next(data))
         speed = first * (last / first) ** (step / (setup.steps - 1))
         for gate, counts in zip(watch.gates, watch.counts(), strict=True):
             gate.bias.copy_(update_bias(gate.bias, counts, speed))
-        yield loss.item()
+        yield loss

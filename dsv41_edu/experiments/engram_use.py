@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dsv41_edu.experiments import text
-from dsv41_edu.experiments.engram_budget import spread
 from dsv41_edu.experiments.engram_lm import EngramLM, Setup, compress, gates, train
 from dsv41_edu.experiments.engram_zipf import counts_in
+from dsv41_edu.experiments.small_moe import spread
 
 RESULT = Path(__file__).parents[2] / "book" / "data" / "engram_use.json"
 SETUP = Setup(table_rows=32768, steps=700)

@@ -23,12 +23,12 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dsv41_edu.experiments import text
 from dsv41_edu.experiments.mhc_stack import ARMS, Regime, Setup, Stack, composite, gains, mixing, residual_maps
-from dsv41_edu.experiments.small_moe import batches, rate
+from dsv41_edu.experiments.small_moe import batches, descend, spread
 
 RESULT = Path(__file__).parents[2] / "book" / "data" / "mhc_depth.json"
 SETUP = Setup()
@@ -62,15 +62,7 @@ def train(model: Stack, setup: Setup, regime: Regime, seed: int) -> Iterator[tup
     ]
     optimizer = torch.optim.AdamW(groups, lr=setup.learning_rate, betas=(0.9, 0.95), fused=True)
     for step in range(setup.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(setup, step) * group["times"]
-        inputs, targets = next(data)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-        optimizer.step()
-        yield loss.item(), norm.item()
+        yield descend(model, optimizer, setup, step, next(data))
 
 
 @torch.no_grad()
@@ -170,11 +162,6 @@ def summary(runs: list[dict]) -> list[dict]:
             row[name] = [min(r[name] for r in mine), max(r[name] for r in mine)]
         rows.append(row)
     return rows
-
-
-def spread(values: list[float]) -> list[float]:
-    """[mean, 2 standard deviations]."""
-    return [round(statistics.mean(values), 4), round(2 * statistics.stdev(values), 4)]
 
 
 def document(runs: list[dict]) -> dict:

@@ -6,8 +6,10 @@ the same first weights and the same batches. Every random number comes from the 
 """
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +158,35 @@ def rate(setup: Setup, step: int) -> float:
     return setup.learning_rate * min(1, (step + 1) / setup.warm_up) * left
 
 
+def descend(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    step: int,
+    batch: tuple[Tensor, Tensor],
+    penalty: Callable[[], Tensor] | None = None,
+) -> tuple[float, float]:
+    """One step on inputs and targets [B, T]: its loss, in nats a token, and its gradient's norm before the clipping.
+
+    penalty: added to the loss, asked for after the forward pass. A group's `times` is of the scheduled rate.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate(setup, step) * group.get("times", 1.0)
+    inputs, targets = batch
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    whole = loss + penalty() if penalty else loss
+    optimizer.zero_grad()
+    whole.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+    optimizer.step()
+    return loss.item(), norm.item()
+
+
+def spread(values: list[float]) -> list[float]:
+    """[mean, 2 standard deviations]."""
+    return [round(statistics.mean(values), 4), round(2 * statistics.stdev(values), 4)]
+
+
 def train(model: SmallMoE, setup: Setup, balancing: Balancing, seed: int) -> Iterator[Step]:
     """Train in place, a `Step` at a time; stop asking for steps to stop early."""
     watch, data = Watch(model), batches(setup, seed)
@@ -163,23 +194,16 @@ def train(model: SmallMoE, setup: Setup, balancing: Balancing, seed: int) -> Ite
     norms = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": setup.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=setup.learning_rate, betas=(0.9, 0.95))
+    penalty = partial(watch.balance_loss, balancing.alpha) if balancing.alpha else None
     for step in range(setup.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(setup, step)
-        inputs, targets = next(data)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        extra = watch.balance_loss(balancing.alpha) if balancing.alpha else 0.0
-        optimizer.zero_grad()
-        (loss + extra).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-        optimizer.step()
+        loss, _ = descend(model, optimizer, setup, step, next(data), penalty)
         counts = watch.counts()
         if balancing.speed[0]:  # after the step, from the step's own counts
             first, last = balancing.speed
             speed = first * (last / first) ** (step / (setup.steps - 1))
             for gate, count in zip(watch.gates, counts, strict=True):
                 gate.bias.copy_(update_bias(gate.bias, count, speed))
-        yield Step(loss.item(), counts)
+        yield Step(loss, counts)
 
 
 @torch.no_grad()

@@ -1,14 +1,13 @@
 """Figures of the chapter on the n-gram memory."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.patches import Rectangle
 
 from dsv41_edu.engram.gate import FLOOR
 from dsv41_edu.figures import style
-from dsv41_edu.figures.style import Drawing, canvas, finish
+from dsv41_edu.figures.style import Drawing, canvas, finish, significant
 
 
 def pipeline(words: Sequence[str], ids: Sequence[int], columns: int, width: int, n: int, d: int) -> Drawing:
@@ -70,7 +69,7 @@ def gate_curve(dots: Sequence[float], gates: dict[str, Sequence[float]], limit: 
             alt="The gate rises from near zero to near one; the signed root is steep at zero and slow far from it, "
             "the plain sigmoid is already flat at a tenth of the range.",
             caption="The signed root keeps the gate from saturating. Dotted: the largest dot of unit weights.",
-            data={"limit": round(limit, 4), "floor": FLOOR, **{n: _rounded(v) for n, v in gates.items()}},
+            data={"limit": round(limit, 4), "floor": FLOOR, **{n: significant(v) for n, v in gates.items()}},
         )
 
 
@@ -88,7 +87,7 @@ def seeds(
         ax.set(xlabel=xlabel, ylabel="held-out loss, nats", xscale="log" if logx else "linear")
         if len(series) > 1:
             ax.legend(fontsize=9)
-        data = {"x": list(x), **{name: [_rounded(r) for r in runs] for name, runs in series.items()}}
+        data = {"x": list(x), **{name: [significant(r) for r in runs] for name, runs in series.items()}}
         return finish(figure, alt=alt, caption=caption, data=data)
 
 
@@ -105,7 +104,7 @@ def tiers(served: dict[str, Sequence[float]], sizes: Sequence[int]) -> Drawing:
             alt="Curves of the share of reads that a hot tier serves against its size: they rise quickly for pairs, "
             "slower for longer n-grams.",
             caption="What a tier of the most frequent n-grams serves on held-out text.",
-            data={"sizes": list(sizes), **{name: _rounded(v) for name, v in served.items()}},
+            data={"sizes": list(sizes), **{name: significant(v) for name, v in served.items()}},
         )
 
 
@@ -120,9 +119,5 @@ def passage(tokens: Sequence[str], gates: Sequence[float]) -> Drawing:
             figure,
             alt="Bars of the gate over the tokens of a passage.",
             caption="Where the memory speaks: the mean gate at each token of a held-out passage.",
-            data={"tokens": list(tokens), "gates": _rounded(gates)},
+            data={"tokens": list(tokens), "gates": significant(gates)},
         )
-
-
-def _rounded(values: Any) -> list[float]:
-    return [float(f"{float(v):.4g}") for v in values]

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import combinations, permutations
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from dsv41_edu.figures import style
-from dsv41_edu.figures.style import Drawing, canvas, finish
+from dsv41_edu.figures.style import Drawing, canvas, finish, significant
 
 COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.RED, style.PINK)
 
@@ -31,7 +30,7 @@ def seesaw(alike: Sequence[float], shortcuts: dict[str, Sequence[float]]) -> Dra
             alt="Left, the cosine between successive layers rises towards one with pre-norm. Right, the shortcut "
             "from early layers to the last is whole with pre-norm and loses orders of magnitude with post-norm.",
             caption="The seesaw of one residual stream: late layers add little, or early layers are hardly heard.",
-            data={"alike": _rounded(alike), **{name: _rounded(v) for name, v in shortcuts.items()}},
+            data={"alike": significant(alike), **{name: significant(v) for name, v in shortcuts.items()}},
         )
 
 
@@ -112,7 +111,7 @@ def gains(
             ax.fill_between(x, seeds.min(0), seeds.max(0), color=colour, alpha=0.2, linewidth=0)
         ax.set(xlabel=xlabel, ylabel=ylabel, yscale="log")
         ax.legend(fontsize=9)
-        data = {name: [_rounded(c) for c in runs] for name, runs in curves.items()}
+        data = {name: [significant(c) for c in runs] for name, runs in curves.items()}
         return finish(figure, alt=alt, caption=caption, data=data)
 
 
@@ -192,7 +191,3 @@ def traffic(forms: dict[str, dict[str, int]]) -> Drawing:
             caption="What a seam moves, for 4 streams.",
             data=forms,
         )
-
-
-def _rounded(values: Any) -> list[float]:
-    return [float(f"{float(v):.4g}") for v in values]

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
 from typing import Any, NamedTuple
@@ -64,6 +64,11 @@ class Drawing(NamedTuple):
             f"<figcaption>{escape(self.caption)}</figcaption></figure>"
         )
         return {"text/plain": f"figure: {self.alt}\ndata {self.digest}", "text/html": html}
+
+
+def significant(values: Iterable[float]) -> list[float]:
+    """To 4 significant digits, for the data of a figure."""
+    return [float(f"{float(v):.4g}") for v in values]
 
 
 @contextmanager
