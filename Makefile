@@ -6,7 +6,7 @@ HTML := _build/html/index.html
 PAGES := $(wildcard book/*.ipynb book/*.md book/*.bib book/*.yml) $(shell find book/_static dsv41_edu kernels -type f -not -path '*/__pycache__/*') _config.yml _toc.yml
 WORKERS ?= 2
 
-.PHONY: help book test notebooks lab bench experiments gpu mutants format clean
+.PHONY: help book test notebooks lab bench experiments train gpu mutants format clean
 help:
 	@echo "make book       build the book and say which file to open"
 	@echo "make test       run every check"
@@ -14,6 +14,7 @@ help:
 	@echo "make lab        open the pages in JupyterLab [LAB=--allow-root]"
 	@echo "make bench      time ours against the peers [NAMES='prefix ...']"
 	@echo "make experiments  train and simulate what the chapters plot [NAMES='moe ...']"
+	@echo "make train      train the miniature; stopped, it goes on where it was"
 	@echo "make gpu        hold and time every kernel on a GPU; a dry run where there is none"
 	@echo "make mutants    change the modules one operator at a time and list what no test notices [MODULES='dsv41_edu.config ...']"
 	@echo "make format     format and lint the sources"
@@ -53,6 +54,9 @@ bench: $(VENV)/ready
 
 experiments: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.experiments $(NAMES)
+
+train: $(VENV)/ready
+	$(BIN)/python -m dsv41_edu.experiments.mini
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.benchmarks.gpu $(if $(shell command -v nvidia-smi),,--dry-run)

@@ -8,6 +8,8 @@ Names are those of the checkpoint, where the experts are single matrices; here a
 their names are made when a state dict is written and read.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,18 +17,21 @@ from dsv41_edu.attention.attention import Attention
 from dsv41_edu.attention.cache import Chunk
 from dsv41_edu.config import ModelConfig
 from dsv41_edu.engram.module import Engram
-from dsv41_edu.mhc.seam import Seam, coefficients, collapse, expand, one_hot, single_pass
+from dsv41_edu.mhc.seam import Seam, coefficients, collapse, expand, one_hot
 from dsv41_edu.moe.experts import Experts, MoE
 
 
 class Residual:
     """The streams between two sublayers, in the single-pass form: an output waits until the next seam mixes it in."""
 
-    def __init__(self, x: Tensor, n: int, settings: tuple[int, float, float]):
-        """n streams of x [..., d]; settings: Sinkhorn's iterations and eps, the norm's eps."""
+    def __init__(self, x: Tensor, n: int, settings: tuple[int, float, float], seams: tuple[Callable, Callable]):
+        """n streams of x [..., d]; settings: Sinkhorn's iterations and eps, the norm's eps; seams: the two functions
+        below that begin one, after nothing and after a sublayer.
+        """
         self.mixed = x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1]).contiguous()
         self.pending = one_hot(self.mixed, torch.promote_types(x.dtype, torch.float32))
         self.waiting, self.settings = None, settings
+        self.first_pass, self.single_pass = seams
 
     @property
     def streams(self) -> Tensor:
@@ -42,10 +47,9 @@ class Residual:
     def enter(self, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A sublayer's input [..., d] by the pending map, and the maps that `leave` needs."""
         if self.waiting is None:
-            z = collapse(self.mixed, self.pending)
-            self.pending, post, comb = coefficients(self.mixed, fn, base, scale, *self.settings)
+            z, self.pending, post, comb = self.first_pass(self.mixed, self.pending, fn, base, scale, *self.settings)
             return z, (post, comb)
-        seam = fused if self.mixed.is_cuda and not torch.is_grad_enabled() else single_pass
+        seam = fused if self.mixed.is_cuda and not torch.is_grad_enabled() else self.single_pass
         (out, *ended), self.waiting = self.waiting, None
         made = seam(out, self.mixed, *ended, self.pending, fn, base, scale, *self.settings)
         self.mixed, z, self.pending, post, comb = made
@@ -63,6 +67,11 @@ class Residual:
         """Keep the tokens at [B, S'] of [B, S] alone."""
         rows = torch.arange(len(at), device=at.device).unsqueeze(1)
         self.streams, self.pending = self.streams[rows, at], self.pending[rows, at]
+
+
+def first_pass(streams: Tensor, pending: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *settings) -> tuple:
+    """`single_pass` where no output waits: the collapse [..., d], and pre, post, comb."""
+    return collapse(streams, pending), *coefficients(streams, fn, base, scale, *settings)
 
 
 def fused(out, streams, post, comb, pending, fn, base, scale, iterations, eps, norm_eps) -> tuple[Tensor, ...]:

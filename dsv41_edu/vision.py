@@ -91,12 +91,15 @@ class Vision(nn.Module):
         self.patch_embed = PatchEmbed(v)
         self.blocks = nn.ModuleList(VisionBlock(v) for _ in range(v.num_hidden_layers))
         self.norm = nn.RMSNorm(v.hidden_size, NORM_EPS)
-        self.width, self.theta = v.hidden_size // v.num_attention_heads, v.rope_theta
+        self.width, self.theta, self.patch = v.hidden_size // v.num_attention_heads, v.rope_theta, v.patch_size
 
     def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
-        """[N, d] of an image's patches [N, 3, p, p], pixels in -1 to 1, row by row. Raises ValueError for N."""
-        if rows < 1 or columns < 1 or len(patches) != rows * columns:
-            raise ValueError(f"{len(patches)} patches: expected {rows} x {columns}")
+        """[N, d] of an image's patches [N, 3, p, p], pixels in -1 to 1, row by row. Raises ValueError for shapes."""
+        if rows < 1 or columns < 1:
+            raise ValueError(f"rows = {rows}, columns = {columns}: expected one patch at least")
+        expected = [rows * columns, 3, self.patch, self.patch]
+        if list(patches.shape) != expected:
+            raise ValueError(f"patches of shape {list(patches.shape)}: expected {expected} for {rows} x {columns}")
         freqs = frequencies(self.width // 2, self.theta).to(patches.device)
         place = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(freqs)
         angle = (place.unsqueeze(-1) * freqs).flatten(1)  # [N, width/2]: rows' angles, then columns'

@@ -16,7 +16,7 @@ from dsv41_edu.attention.cache import Chunk
 from dsv41_edu.attention.compressor import Compressor
 from dsv41_edu.attention.indexer import Indexer, candidate_blocks, hide, index_scores, select
 from dsv41_edu.attention.rope import rotate
-from dsv41_edu.attention.sparse_attention import masked_attention, sparse_attention
+from dsv41_edu.attention.sparse_attention import banded_attention, sparse_attention
 from dsv41_edu.config import ModelConfig
 from dsv41_edu.quantization import indexer_round_trip, latent_round_trip, window_round_trip
 
@@ -66,12 +66,13 @@ class Attention(nn.Module):
         turn = chunk.turn(self.ratio)
         qr = self.q_norm(self.wq_a(x))
         q = rotate(self.wq_b(qr).unflatten(-1, (self.config.num_attention_heads, -1)), turn.unsqueeze(-2))
-        window, window_indices = chunk.window(self.layer, self.latent(x, turn, chunk.round_trips))
+        latents = self.latent(x, turn, chunk.round_trips)
+        chunk.latents[self.layer] = chunk.start, latents
         if self.compressor is not None and self.layer not in chunk.entries:
             self.publish(x, chunk)
         if self.indexer is not None:
             chunk.indices[self.layer] = self.choose(x, qr, turn, chunk)
-        o = self.attend(q, window, window_indices, chunk)
+        o = self.attend(q, latents, chunk)
         return self.project(rotate(o, turn.conj().unsqueeze(-2)))
 
     def latent(self, x: Tensor, turn: Tensor, round_trips: bool = False) -> Tensor:
@@ -107,18 +108,17 @@ class Attention(nn.Module):
             scores = scores.masked_fill(~chunk.candidates, float("-inf"))
         return select(scores.detach(), c.index_topk)
 
-    def attend(self, q: Tensor, window: Tensor, window_indices: Tensor, chunk: Chunk) -> Tensor:
+    def attend(self, q: Tensor, latents: Tensor, chunk: Chunk) -> Tensor:
         """[B, S, H, D], not yet turned back."""
         entries = indices = None
         if self.ratio:
             entries, indices = chunk.entries[self.source], chunk.indices[self.index_source]
-        arguments = q, window, window_indices, entries, indices, self.attn_sink, self.config.head_dim**-0.5
-        if chunk.cache is not None and not chunk.teach:
-            return sparse_attention(*arguments)
-        o, p = masked_attention(*arguments)
+        of_entries = entries, indices, self.attn_sink, self.config.head_dim**-0.5
+        if not chunk.fresh:
+            return sparse_attention(q, *chunk.window(self.layer, latents), *of_entries)
+        o, p = banded_attention(q, latents, self.config.sliding_window, *of_entries)
         if chunk.teach and self.ratio:
-            mass = p.detach()[..., window.shape[1] :].sum(2)
-            chunk.mass[self.index_source] = chunk.mass.get(self.index_source, 0) + mass
+            chunk.mass[self.index_source] = chunk.mass.get(self.index_source, 0) + p.detach().sum(2)
         return o
 
     def project(self, o: Tensor) -> Tensor:

@@ -54,17 +54,35 @@ class Cache:
         parts = [self.lengths, self.history, *self.windows]
         return sum(t.nbytes for t in (*parts, *self.entries.values(), *self.keys.values(), *self.open.values()))
 
+    def write(self, source: int, start: Tensor, entries: Tensor, keys: Tensor) -> None:
+        """Put what a source made, [B, G, *] each, in place of its groups from start // ratio on, start int64 [B]."""
+        rows = torch.arange(len(start), device=start.device).unsqueeze(1)
+        at = (start // self.ratios[source]).unsqueeze(1) + torch.arange(entries.shape[1], device=start.device)
+        for held, new in ((self.entries[source], entries), (self.keys[source], keys)):
+            held[rows, at] = new.to(held.dtype)
+
     def commit(self, chunk: "Chunk", counts: Tensor) -> None:
         """Keep the first counts[b] tokens of row b of a chunk that was run on this cache, int64 [B]. 0 keeps none.
 
-        Raises ValueError for a count that the chunk doesn't have, or a chunk that began elsewhere.
+        Of several chunks that were run from here any one may be kept. Raises ValueError for a count that the chunk
+        doesn't have, a part of a replayed prompt, or a chunk that began elsewhere.
         """
-        if not torch.equal(chunk.start, self.lengths):
-            raise ValueError(f"chunk that starts at {chunk.start.tolist()}: expected {self.lengths.tolist()}")
+        if chunk.cache is not self or not torch.equal(chunk.start, self.lengths):
+            raise ValueError(
+                f"chunk that starts at {chunk.start.tolist()}: expected one that was run on this cache, "
+                f"after its {self.lengths.tolist()} tokens"
+            )
         S = chunk.positions.shape[1]
-        if counts.shape != self.lengths.shape or counts.min() < 0 or counts.max() > S:
-            raise ValueError(f"counts = {counts.tolist()}: expected {len(self.lengths)} numbers from 0 to {S}")
+        fits = counts.shape == self.lengths.shape and not counts.is_floating_point()
+        if not fits or counts.min() < 0 or counts.max() > S:
+            raise ValueError(f"counts = {counts.tolist()}: expected {len(self.lengths)} integers from 0 to {S}")
         end, rows = self.lengths + counts, torch.arange(len(counts), device=counts.device).unsqueeze(1)
+        for start, latents in chunk.latents.values():
+            stop = start + latents.shape[1]
+            if ((end > stop) | (end < stop) & (start > chunk.start)).any():
+                raise ValueError(f"counts = {counts.tolist()}: expected the whole prompt, its end alone was replayed")
+        for source, made in chunk.made.items():
+            self.write(source, chunk.start, *made)
         for layer, (start, latents) in chunk.latents.items():
             ring = self.windows[layer]
             new = ring_positions(end, ring.shape[1]) - start.unsqueeze(1)  # place in the chunk, or older
@@ -108,6 +126,7 @@ class Chunk:
     round_trips: bool = False  # the values that a deployed cache would give back
     dense: bool = False  # read every entry that a token sees, as in the warm-up of an indexer
     teach: bool = False  # gather what the indexer is to learn
+    fresh: bool = True  # no window reaches back before the chunk: a sequence's first tokens, or a replay
     entries: dict[int, Tensor] = field(default_factory=dict)  # by source layer [B, N, D]
     keys: dict[int, Tensor] = field(default_factory=dict)
     indices: dict[int, Tensor] = field(default_factory=dict)  # by index layer [B, S, K]
@@ -117,6 +136,9 @@ class Chunk:
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer: start, [B, S, D]
     projected: dict[int, Tensor] = field(default_factory=dict)  # by source layer
     compressed: Tensor | None = None  # ids, -1 for images
+    turned: dict[int, Tensor] = field(default_factory=dict)  # by ratio, and below: the same in every layer
+    seen: Tensor | None = None
+    made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by source layer: new entries and keys
 
     @classmethod
     def of(cls, config: ModelConfig, shape: torch.Size, dtype, device, cache: Cache | None = None, **options):
@@ -128,7 +150,8 @@ class Chunk:
                 f"{B} x {S} tokens after {start.tolist()}: expected {len(start)} rows and at most "
                 f"{cache.capacity} tokens in each"
             )
-        return cls(config, start, start.unsqueeze(1) + torch.arange(S, device=device), dtype, cache, **options)
+        positions = start.unsqueeze(1) + torch.arange(S, device=device)
+        return cls(config, start, positions, dtype, cache, fresh=not bool(start.any()), **options)
 
     def tail(self, lengths: Tensor, size: int) -> "Chunk":
         """The last `size` of each row's `lengths` tokens, as a chunk that sees no window before itself.
@@ -138,29 +161,30 @@ class Chunk:
         start = self.start + (lengths - size).clamp(min=0)
         positions = start.unsqueeze(1) + torch.arange(size, device=start.device)
         return Chunk(
-            self.config, start, positions, self.dtype, None, self.round_trips, self.dense, self.teach,
+            self.config, start, positions, self.dtype, None, self.round_trips, self.dense, self.teach, True,
             self.entries, self.keys, self.indices, self.scores, self.mass, None,
             self.latents, self.projected, self.compressed,
         )  # fmt: skip
 
     def turn(self, ratio: int, positions: Tensor | None = None) -> Tensor:
         """Rotations, complex [B, S, pairs], of a layer of this ratio; by default at the chunk's own positions."""
-        freqs = layer_frequencies(self.config, ratio)
-        return turns(self.positions if positions is None else positions, freqs, self.dtype)
+        if positions is not None:
+            return turns(positions, layer_frequencies(self.config, ratio), self.dtype)
+        if ratio not in self.turned:
+            self.turned[ratio] = self.turn(ratio, self.positions)
+        return self.turned[ratio]
 
     def window(self, layer: int, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Array [B, *, D] of a layer's window latents, and which of them each token sees, int64 [B, S, W].
+        """The ring and the chunk's own latents [B, S, D], as one array [B, W + S, D], and what each token sees of it.
 
-        latents: the chunk's own [B, S, D], kept for the commit.
+        That is int64 [B, S, W], -1 for what is before the sequence.
         """
-        self.latents[layer] = self.start, latents
-        W = self.config.sliding_window
-        p = self.positions.unsqueeze(-1) - torch.arange(W - 1, -1, -1, device=self.start.device)
-        own = p - self.start.view(-1, 1, 1)
-        if self.cache is None:
-            return latents, torch.where(own >= 0, own, -1)
-        indices = torch.where(own >= 0, own + W, p % W)
-        return torch.cat([self.cache.windows[layer], latents], dim=1), torch.where(p >= 0, indices, -1)
+        if self.seen is None:
+            W = self.config.sliding_window
+            p = self.positions.unsqueeze(-1) - torch.arange(W - 1, -1, -1, device=self.start.device)
+            own = p - self.start.view(-1, 1, 1)
+            self.seen = torch.where(own >= 0, own + W, p % W).where(p >= 0, -1)
+        return torch.cat([self.cache.windows[layer], latents], dim=1), self.seen
 
     def publish(self, source: int, projected: Tensor, entries: Tensor, keys: Tensor) -> None:
         """What a source layer made of the groups from start // ratio on: [B, G, D] and [B, G, index width]."""
@@ -168,14 +192,11 @@ class Chunk:
         if self.cache is None:
             self.entries[source], self.keys[source] = entries, keys
             return
-        r, G = self.config.compress_ratios[source], entries.shape[1]
-        rows = torch.arange(len(entries), device=entries.device).unsqueeze(1)
-        at = (self.start // r).unsqueeze(1) + torch.arange(G, device=entries.device)
-        whole = int(self.start.max() + self.positions.shape[1]) // r
-        for name, new in (("entries", entries), ("keys", keys)):
-            held = getattr(self.cache, name)[source]
-            held[rows, at] = new.to(held.dtype)
-            getattr(self, name)[source] = held[:, :whole]
+        self.made[source] = entries, keys
+        self.cache.write(source, self.start, entries, keys)
+        whole = int(self.start.max() + self.positions.shape[1]) // self.config.compress_ratios[source]
+        self.entries[source] = self.cache.entries[source][:, :whole]
+        self.keys[source] = self.cache.keys[source][:, :whole]
 
     def open_group(self, source: int) -> tuple[Tensor | None, Tensor | None]:
         """What waits for a source's next entry, and how many tokens of it there are in each row."""

@@ -11,6 +11,7 @@ Sources: YaRN 3.2; V4.1 official inference code.
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from torch import Tensor
 from dsv41_edu.config import ModelConfig, RopeScaling
 
 
+@cache
 def frequencies(width: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Radians a position, float64 [width/2], of the pairs of `width` channels."""
-    plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    """Radians a position, float64 [width/2], of the pairs of `width` channels. Made once: do not write into it."""
+    plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     if scaling is None:
         return plain
     low, high = (
@@ -28,7 +30,7 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None = None) -> 
         for beta in (scaling.beta_fast, scaling.beta_slow)
     )
     low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-    ramp = ((torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(width // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 

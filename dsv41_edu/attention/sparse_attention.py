@@ -9,6 +9,7 @@ Entries lie in two arrays: the window's latents and the compressed entries. Sour
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def gather(entries: Tensor, indices: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def sparse_attention(
         kv = torch.cat([kv, gather(entries, entry_indices)], dim=2)
         indices = torch.cat([indices, entry_indices], dim=2)
     kv = kv.to(wide)
-    scores = (q.to(wide) @ kv.transpose(-1, -2) * scale).masked_fill((indices < 0).unsqueeze(2), float("-inf"))
+    scores = (q.to(wide) * scale @ kv.transpose(-1, -2)).masked_fill((indices < 0).unsqueeze(2), float("-inf"))
     return (softmax_with_sink(scores, sink) @ kv).to(q.dtype)
 
 
@@ -51,25 +52,41 @@ def named(indices: Tensor, N: int) -> Tensor:
     return mask.scatter_(-1, indices.where(indices >= 0, N), True)[..., :-1]
 
 
-def masked_attention(
+def banded_attention(
     q: Tensor,
-    window: Tensor,
-    window_indices: Tensor,
+    latents: Tensor,
+    W: int,
     entries: Tensor | None,
     entry_indices: Tensor | None,
     sink: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The same by two products of matrices over all entries, and p [B, S, H, W + N]: for many queries at once.
+) -> tuple[Tensor, Tensor | None]:
+    """The same for the first S tokens of a sequence, by products of matrices, and p [B, S, H, N] of the entries.
 
-    The form to train with: nothing is copied for each query, and an index's teacher needs p.
+    latents [B, S, D]: token t sees those of t - W + 1 to t. Queries go in blocks of W, each beside its own and the
+    block before it, and meet all entries, with a mask: nothing is copied for each query. The form for prompts and to
+    train with.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    kv, mask = window, named(window_indices, window.shape[1])
+    S, H = q.shape[1:3]
+    pad, blocks = -S % W, -(-S // W)
+    q = q.to(wide) * scale
+    kv = F.pad(latents.to(wide), (0, 0, W, pad)).unflatten(1, (blocks + 1, W))
+    kv = torch.cat([kv[:, :-1], kv[:, 1:]], dim=2)  # [B, blocks, 2W, D]
+    near = F.pad(q, (0, 0, 0, 0, 0, pad)).unflatten(1, (blocks, W)).flatten(2, 3) @ kv.transpose(2, 3)
+    i, j = torch.arange(W, device=q.device).unsqueeze(1), torch.arange(2 * W, device=q.device)
+    first = torch.arange(blocks, device=q.device).view(-1, 1, 1) == 0
+    hidden = (j <= i) | (j > i + W) | (first & (j < W))  # [blocks, W, 2W]
+    near = near.unflatten(2, (W, H)).masked_fill(hidden.unsqueeze(2), float("-inf")).flatten(1, 2)[:, :S]
+    parts = [near, sink.to(wide).expand(*near.shape[:3]).unsqueeze(-1)]
     if entries is not None:
-        kv = torch.cat([kv, entries], dim=1)
-        mask = torch.cat([mask, named(entry_indices, entries.shape[1])], dim=2)
-    kv, S, H = kv.to(wide), q.shape[1], q.shape[2]
-    scores = (q.to(wide).flatten(1, 2) @ kv.transpose(1, 2) * scale).unflatten(1, (S, H))
-    p = softmax_with_sink(scores.masked_fill(~mask.unsqueeze(2), float("-inf")), sink)
-    return (p.flatten(1, 2) @ kv).unflatten(1, (S, H)).to(q.dtype), p
+        entries = entries.to(wide)
+        far = (q.flatten(1, 2) @ entries.transpose(1, 2)).unflatten(1, (S, H))
+        parts.append(far.masked_fill(~named(entry_indices, entries.shape[1]).unsqueeze(2), float("-inf")))
+    p = torch.cat(parts, dim=-1).softmax(-1)
+    p_near = F.pad(p[..., : 2 * W], (0, 0, 0, 0, 0, pad)).unflatten(1, (blocks, W)).flatten(2, 3)
+    o = (p_near @ kv).unflatten(2, (W, H)).flatten(1, 2)[:, :S]
+    if entries is None:
+        return o.to(latents.dtype), None
+    p_far = p[..., 2 * W + 1 :]
+    return (o + (p_far.flatten(1, 2) @ entries).unflatten(1, (S, H))).to(latents.dtype), p_far

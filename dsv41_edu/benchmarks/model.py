@@ -1,0 +1,100 @@
+"""The assembled model: prompt and decode beside the public library's V4 of equal sizes, context, loading, "meta".
+
+Both have four layers of the same width, heads, experts and window. The library's V4 reads entries of 4 tokens with an
+indexer in two layers; ours entries of 2 and 1 in three, and an Engram. Weights are random: time depends on shapes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from dsv41_edu import checkpoint
+from dsv41_edu.benchmarks.harness import Case, Skip
+from dsv41_edu.config import ModelConfig, preset
+from dsv41_edu.generate import MINI
+from dsv41_edu.model import Transformer
+
+PROMPT = 512
+
+
+def sizes() -> ModelConfig:
+    """Four layers: a window alone, a source at ratio 2, one that reuses it, a source at ratio 1."""
+    return preset("mini").replace(
+        hidden_size=512, moe_intermediate_size=256, num_hidden_layers=4, num_attention_heads=8, head_dim=64,
+        qk_rope_head_dim=32, q_lora_rank=128, o_lora_rank=64, o_groups=2, n_routed_experts=16, num_experts_per_tok=2,
+        sliding_window=64, compress_ratios=(0, 2, 2, 1), kv_source_layer_ids=(1, 3), index_source_layer_ids=(1, 3),
+        candidate_source_layer_id=3, candidate_topk_blocks=64, index_n_heads=4, index_head_dim=32, index_topk=64,
+        engram_layer_ids=(1, 3), num_nextn_predict_layers=0, dspark_target_layer_ids=(1, 2, 3), vision_config=None,
+    )  # fmt: skip
+
+
+def library(c: ModelConfig) -> torch.nn.Module:
+    """The public library's V4 of these sizes. Raises Skip without the library."""
+    try:
+        from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    except ImportError:
+        raise Skip("transformers is not installed") from None
+    names = (
+        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim "
+        "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts n_shared_experts num_experts_per_tok "
+        "sliding_window index_n_heads index_head_dim index_topk max_position_embeddings hc_mult"
+    ).split()
+    kinds = ["sliding_attention", "compressed_sparse_attention"] * 2
+    config = DeepseekV4Config(
+        **{n: getattr(c, n) for n in names}, num_key_value_heads=1, layer_types=kinds, num_hash_layers=0
+    )
+    return DeepseekV4ForCausalLM(config).eval()
+
+
+def ours(c: ModelConfig) -> Transformer:
+    """The model with a token map that needs no tokenizer."""
+    return Transformer(c, torch.arange(c.vocab_size) % c.engram_compressed_vocab_size).eval()
+
+
+def decoder(model: Transformer, context: int) -> Callable:
+    """One token after so many; the cache is left as it was."""
+    ids = torch.arange(context).unsqueeze(0) % 2000  # none of them an image
+    with torch.no_grad():
+        cache = model.cache(1, context + 8)
+        cache.commit(model.run(ids, cache).chunk, torch.tensor([context]))
+    return torch.no_grad()(lambda: model.logits(model.run(ids[:, :1], cache).hidden))
+
+
+def library_decoder(peer: torch.nn.Module, ids: torch.Tensor) -> Callable:
+    """One token a call; its cache grows by it."""
+    with torch.no_grad():
+        cache = peer(ids, use_cache=True, logits_to_keep=1).past_key_values
+    return torch.no_grad()(lambda: peer(ids[:, :1], cache=cache, use_cache=True))
+
+
+def cases() -> list[Case]:
+    """A prompt, a token, a token after longer contexts, the full model without memory, the shipped weights."""
+    c = sizes()
+    model = ours(c)
+    ids = torch.arange(PROMPT).unsqueeze(0) % c.vocab_size
+    compiled = ours(c)
+    compiled.compile_seams()
+    prompts, tokens = {}, {}
+    for label, m in (("ours, compiled seams", compiled), ("ours", model)):
+        prompts[label] = torch.no_grad()(lambda m=m: m.logits(m.run(ids, m.cache(1, PROMPT)).hidden[:, -1:]))
+        tokens[label] = decoder(m, PROMPT)
+    try:
+        peer = library(c)
+        prompts["transformers"] = torch.no_grad()(partial(peer, ids, use_cache=True, logits_to_keep=1))
+        tokens["transformers"] = library_decoder(peer, ids)
+    except Skip:
+        pass
+    shape = f"4 layers d={c.hidden_size} heads={c.num_attention_heads} E={c.n_routed_experts} fp32 CPU"
+    contexts = {f"context {n}": decoder(model, n) for n in (512, 1024, 2048, 4000)}
+    flash = preset("v41_flash")
+    found = [
+        Case("model.prefill", f"{PROMPT} tokens, {shape}", prompts),
+        Case("model.decode", f"one token after {PROMPT}, {shape}", tokens),
+        Case("model.context", f"one token, {shape}", contexts),
+        Case("model.meta", "V4.1-Flash, built without memory", {"ours": partial(Transformer, flash, device="meta")}),
+    ]
+    if MINI.exists():
+        load = partial(checkpoint.load, MINI, dtype=torch.float32)
+        found.append(Case("model.load", "the miniature, from its checkpoint", {"ours": load}))
+    return found

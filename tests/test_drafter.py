@@ -1,0 +1,131 @@
+"""The drafter against public numbers, by itself, and with the backbone: speculation changes no token."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import CONFIG, IDS, IO, VECTORS, assert_same_cache
+
+from dsv41_edu.config import preset
+from dsv41_edu.drafter import Drafter
+from dsv41_edu.generate import Summary, generate
+from dsv41_edu.model import Transformer
+from dsv41_edu.tensors import tensor_plan
+
+WEIGHTS = load_file(VECTORS / "whole_A_weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Transformer(CONFIG, IO["token_map"], drafter=True).double()
+    model.load_state_dict({name: w.double() for name, w in WEIGHTS.items()})
+    return model.eval().requires_grad_(False)
+
+
+def likeliest(logits):
+    return logits.argmax(-1)
+
+
+def filled(model, ids, capacity=60):
+    cache = model.cache(len(ids), capacity)
+    cache.commit(model.run(ids, cache, features=True).chunk, torch.full((len(ids),), ids.shape[1]))
+    return cache
+
+
+@pytest.mark.parametrize(("prompt", "last"), [(20, 26), (3, 8)])
+def test_public_drafts(model, prompt, last):
+    cache = filled(model, IDS[:, :prompt])
+    for step, t in enumerate(range(prompt, last)):
+        run = model.run(IDS[:, t : t + 1], cache, features=True)
+        cache.commit(run.chunk, torch.tensor([1, 1]))
+        draft = model.draft(IDS[:, t + 1], cache, likeliest)
+
+        def expected(name, step=step):
+            return IO[f"drafter{prompt}.{name}"][step]
+
+        assert torch.equal(draft.ids, expected("draft_ids").long())
+        torch.testing.assert_close(draft.base, expected("base_logits"), atol=1e-10, rtol=0)
+        torch.testing.assert_close(draft.logits, expected("corrected_logits"), atol=1e-10, rtol=0)
+        torch.testing.assert_close(draft.confidence, expected("confidence_logits"), atol=1e-10, rtol=0)
+        torch.testing.assert_close(draft.hidden, expected("collapsed").double(), atol=2e-6, rtol=2e-6)
+        features = expected("target_features").double()
+        torch.testing.assert_close(run.features[:, 0], features, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["v41_flash", "mini"])
+def test_the_drafter_is_the_plan(name):
+    config = preset(name)
+    plan = [t for t in tensor_plan(config) if t.name.startswith("mtp.") and t.use != "scale"]
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    shapes = {t.name.removeprefix("mtp."): (*t.shape[:-1], t.shape[-1] * (1 + (t.dtype == "I8"))) for t in plan}
+    assert {n: tuple(t.shape) for n, t in state.items()} == shapes
+    assert sum(t.numel() for t in state.values()) == sum(t.parameters for t in plan)
+
+
+def test_a_draft_leaves_the_cache_as_it_was(model):
+    cache, untouched = filled(model, IDS[:, :11]), filled(model, IDS[:, :11])
+    model.draft(IDS[:, 11], cache, likeliest)
+    assert_same_cache(cache, untouched)
+
+
+def test_rows_of_other_lengths_are_each_as_alone(model):
+    cache, lengths = model.cache(2, 60), torch.tensor([17, 4])
+    cache.commit(model.run(IDS[:, :17], cache, lengths, features=True).chunk, lengths)
+    both = model.draft(IDS[:, 30], cache, likeliest)
+    for row, n in enumerate(lengths.tolist()):
+        alone = model.draft(IDS[row : row + 1, 30], filled(model, IDS[row : row + 1, :n]), likeliest)
+        torch.testing.assert_close(both.logits[row], alone.logits[0], atol=1e-10, rtol=0)
+
+
+def test_each_query_sees_the_ring_and_the_whole_block(model):
+    cache = filled(model, IDS[:1, :20])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    given = cache, model.embed, model.seams, False
+    before = model.mtp.hidden(ids, *given)
+    for i in range(4):
+        other = ids.clone()
+        other[0, i] += 50
+        assert (model.mtp.hidden(other, *given) != before).any(-1).all(), f"row {i} of the block"
+    first, W = CONFIG.num_hidden_layers, CONFIG.sliding_window
+    for slot in range(W):
+        ring = cache.windows[first]
+        cache.windows[first] = ring + 0.1 * (torch.arange(W) == slot).view(1, -1, 1)
+        assert (model.mtp.hidden(ids, *given) != before).any(-1).all(), f"slot {slot} of the ring"
+        cache.windows[first] = ring
+
+
+def test_slots_that_hold_nothing_are_not_seen(model):
+    cache = filled(model, IDS[:1, :3])
+    before = model.draft(IDS[:1, 3], cache, likeliest).logits
+    for i in range(CONFIG.num_nextn_predict_layers):
+        cache.windows[CONFIG.num_hidden_layers + i][:, 3:] = 7.0
+    assert torch.equal(model.draft(IDS[:1, 3], cache, likeliest).logits, before)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_greedy_speculation_writes_the_same(model, replay):
+    prompts = [IDS[0, :18].tolist(), IDS[1, :5].tolist(), IDS[1, :1].tolist()]
+    took = Summary()
+    plain = generate(model, prompts, 20, replay=replay)
+    assert generate(model, prompts, 20, replay=replay, speculate=True, summary=took) == plain
+    assert took.steps <= 19
+
+
+def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
+    prompt = IDS[0, :18].tolist()
+    plain = generate(model, [prompt], 20)[0]
+
+    def oracle(tokens, cache, draw, logits=None):
+        at = int(cache.lengths[0]) - len(prompt)
+        ids = torch.tensor([[*plain[at:], 0, 0, 0, 0][:5]])
+        return type("Draft", (), {"ids": ids, "logits": torch.zeros(1, 4, CONFIG.vocab_size)})
+
+    monkeypatch.setattr(model, "draft", oracle)
+    took = Summary()
+    assert generate(model, [prompt], 20, speculate=True, summary=took) == [plain]
+    assert took.steps == 4  # 19 tokens after the first, five a step
+
+
+def test_without_a_drafter_speculation_is_refused():
+    with pytest.raises(ValueError, match="expected a model with a drafter"):
+        generate(Transformer(CONFIG, IO["token_map"]), [[1]], 2, speculate=True)
