@@ -66,6 +66,11 @@ def add_memory(
     return added.to(streams.dtype), gate
 
 
+def fuse(streams: Tensor) -> bool:
+    """Whether the fused kernels serve: on a GPU, in their dtypes."""
+    return streams.is_cuda and streams.dtype in (torch.bfloat16, torch.float32)
+
+
 class EngramGate(nn.Module):
     """The deployed module behind the table: `wkv` [(n + 1) d, width], `q_weight` and `k_weight` [n, d]."""
 
@@ -81,8 +86,12 @@ class EngramGate(nn.Module):
         if rows.shape[-1] != self.wkv.in_features:
             raise ValueError(f"rows of shape {list(rows.shape)}: expected {self.wkv.in_features} channels last")
         keys, value = self.wkv(rows).split([self.n * self.d, self.d], dim=-1)
-        keys = keys.unflatten(-1, (self.n, self.d))
-        return add_memory(streams, keys, value, self.q_weight, self.k_weight, text_mask, self.norm_eps)[0]
+        given = keys.unflatten(-1, (self.n, self.d)), value, self.q_weight, self.k_weight, text_mask, self.norm_eps
+        if fuse(streams):
+            from kernels.engram_gate import fused_engram_gate
+
+            return fused_engram_gate(streams, *given)[0]
+        return add_memory(streams, *given)[0]
 
 
 class PaperEngram(nn.Module):

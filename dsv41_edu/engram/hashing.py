@@ -51,6 +51,11 @@ def multipliers(layer: int, order: int, size: int) -> list[int]:
     return [2 * int(draw) + 1 for draw in np.random.default_rng(SEED * layer).integers(0, bound, size=order)]
 
 
+def fuse(ids: Tensor) -> bool:
+    """Whether the fused kernel serves: on a GPU."""
+    return ids.is_cuda
+
+
 class NgramHash:
     """The rows that each position reads: `multipliers` int64 [L, order], `primes` and `offsets` int64 [L, columns].
 
@@ -70,6 +75,7 @@ class NgramHash:
         self.multipliers = torch.tensor([multipliers(layer, order, size) for layer in layers])
         self.primes = torch.tensor(primes_from(first, len(layers) * columns)).view(len(layers), columns)
         self.offsets = self.primes.cumsum(1) - self.primes
+        self.copies: dict[torch.device, list[Tensor]] = {}
 
     @classmethod
     def of(cls, config: ModelConfig, pad: int) -> "NgramHash":
@@ -103,10 +109,11 @@ class NgramHash:
         """Raises TypeError for ids that aren't int64, ValueError for any below `least` or not below `size`."""
         if ids.dtype != torch.int64:
             raise TypeError(f"{name} is {ids.dtype}: expected torch.int64")
-        if ids.numel() and not least <= int(ids.min()) <= int(ids.max()) < self.size:
-            raise ValueError(
-                f"{name} from {ids.min()} to {ids.max()}: expected compressed ids, {least} to {self.size - 1}"
-            )
+        if ids.numel() == 0:
+            return
+        low, high = (int(end) for end in ids.aminmax())
+        if not least <= low <= high < self.size:
+            raise ValueError(f"{name} from {low} to {high}: expected compressed ids, {least} to {self.size - 1}")
 
     def look_back(
         self, ids: Tensor, text_mask: Tensor | None = None, history: Tensor | None = None
@@ -132,9 +139,11 @@ class NgramHash:
         self.check("history", history, WALL)
         long = torch.cat([history, ids], dim=1)
         S = ids.shape[1]
-        seen = torch.stack([long[:, self.order - 1 - i :][:, :S] for i in range(self.order)], dim=-1)
-        open_so_far = (seen != WALL).cumprod(-1).bool()
-        return torch.where(open_so_far, seen, self.pad), long[:, S:]
+        seen = torch.stack([long[:, self.order - 1 - i :][:, :S] for i in range(self.order)])
+        hidden = seen == WALL
+        for i in range(1, self.order):
+            hidden[i] |= hidden[i - 1]
+        return seen.masked_fill_(hidden, self.pad).movedim(0, -1), long[:, S:]
 
     def hash(self, seen: Tensor) -> Tensor:
         """Rows int64 [..., L, columns], offsets included, of the ids that positions see, int64 [..., order].
@@ -145,19 +154,40 @@ class NgramHash:
             raise ValueError(f"seen of shape {list(seen.shape)}: expected [..., {self.order}]")
         self.check("seen", seen)
         L, columns = self.primes.shape
-        ids = seen.reshape(-1, self.order).T  # tokens last: there are many of them, and of all else few
-        products = ids * self.multipliers.unsqueeze(-1)  # [L, order, T]
-        running = [products[:, 0]]
-        for i in range(1, self.order):
-            running.append(running[-1] ^ products[:, i])
-        r = torch.stack(running[1:], 1).unsqueeze(2)  # [L, orders, 1, T], against [L, orders, heads, 1]
-        primes, offsets = (t.view(L, self.order - 1, -1, 1) for t in (self.primes, self.offsets))
-        rows = r.fmod(primes).add_(offsets)  # of numbers that aren't negative fmod is the remainder
-        return rows.view(L, columns, -1).permute(2, 0, 1).reshape(*seen.shape[:-1], L, columns)
+        heads = columns // (self.order - 1)
+        ids, multipliers, primes, offsets = (
+            t.numpy().view(np.uint64)  # nothing is negative here, and unsigned numbers are divided faster
+            for t in (seen.reshape(-1, self.order).T, self.multipliers, self.primes, self.offsets)
+        )
+        rows = np.empty((L, columns, ids.shape[1]), np.uint64)
+        for layer in range(L):
+            r = ids[0] * multipliers[layer, 0]
+            for i in range(1, self.order):
+                r ^= ids[i] * multipliers[layer, i]
+                for column in range((i - 1) * heads, i * heads):
+                    row, p = rows[layer, column], primes[layer, column]
+                    np.floor_divide(r, p, row)  # by one number, so numpy multiplies and shifts; for % it divides
+                    row *= p
+                    np.subtract(r, row, row)
+                    row += offsets[layer, column]
+        return torch.from_numpy(rows.view(np.int64)).permute(2, 0, 1).reshape(*seen.shape[:-1], L, columns)
+
+    def on(self, device: torch.device) -> list[Tensor]:
+        """Multipliers, primes and offsets on a device, copied there once."""
+        if device not in self.copies:
+            self.copies[device] = [t.to(device) for t in (self.multipliers, self.primes, self.offsets)]
+        return self.copies[device]
 
     def __call__(
         self, ids: Tensor, text_mask: Tensor | None = None, history: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows int64 [B, S, L, columns] and the history for the next chunk; takes what `look_back` takes."""
+        """Rows int64 [B, S, L, columns] and the history for the next chunk; takes what `look_back` takes.
+
+        Ids on a GPU aren't waited for, so there their range isn't checked.
+        """
+        if fuse(ids):
+            from kernels.ngram_hash import fused_ngram_hash
+
+            return fused_ngram_hash(ids, *self.on(ids.device), self.pad, text_mask, history)
         seen, history = self.look_back(ids, text_mask, history)
         return self.hash(seen), history

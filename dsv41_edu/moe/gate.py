@@ -10,13 +10,16 @@ path. A hash-routed layer (V4's first three) reads its choice from a table of to
 the learned affinities all the same. Sources: DeepSeekMoE 3; V2 2.2; V3 2.1.2; V4 2.1; official inference code.
 """
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsv41_edu.config import ModelConfig
 
-EPS = 1e-20  # in the renormalisation's denominator
+# In the renormalisation's denominator. As the scale below a tensor: of a number torch makes one anew at each use.
+EPS = torch.tensor(1e-20, dtype=torch.float32, device="cpu")
+FEW = 8192  # scores; more of them are sorted by numpy faster than torch.topk finds the best
 
 
 def affinity(logits: Tensor, scoring_func: str) -> Tensor:
@@ -34,40 +37,41 @@ def affinity(logits: Tensor, scoring_func: str) -> Tensor:
 def top_k_lowest(values: Tensor, k: int) -> Tensor:
     """Ids [..., k] of the k largest values [..., E], falling, the lowest of equals first.
 
-    Raises ValueError for NaN; compiled, it can't look at what it computes, and NaN counts as the largest.
+    Raises ValueError for NaN; compiled, it can't look at what it computes, and NaN may come anywhere.
     """
-    if not torch.compiler.is_compiling():
-        one_more = values.topk(min(k + 1, values.shape[-1]), dim=-1)
-        if falling(one_more.values):  # no NaN, and no ties, which torch.topk would break as it likes
-            return one_more.indices[..., :k].contiguous()
-        if values.isnan().any():
-            raise ValueError("scores: expected numbers, got NaN")
-    elif values.dtype == torch.float32:
+    compiling = torch.compiler.is_compiling()
+    by_keys = values.dtype == torch.float32 and (values.is_cpu or compiling)
+    if values.requires_grad:  # none reaches an id
+        values = values.detach()
+    if by_keys and not compiling and values.numel() <= FEW:
+        best, indices = values.topk(min(k + 1, values.shape[-1]))
+        best, indices = best.numpy(), indices.numpy()[..., :k]  # torch's calls would cost more than the work
+        if np.count_nonzero(best[..., 1:] < best[..., :-1]) == indices.size:
+            return torch.from_numpy(indices.copy())  # no NaN, and no ties, which torch.topk breaks as it likes
+    if not compiling and values.amax(-1).isnan().any():
+        raise ValueError("scores: expected numbers, got NaN")
+    if by_keys:
         return top_k_by_keys(values, k)
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
-def falling(values: Tensor) -> bool:
-    """Whether each of the values [..., m], two at least, is below the one before it."""
-    v = values.detach()
-    if v.is_cpu and v.dtype != torch.bfloat16:
-        v = v.numpy()  # for so few numbers torch's calls would cost more than all else
-    return values.shape[-1] > 1 and bool((v[..., 1:] < v[..., :-1]).all())
-
-
 def top_k_by_keys(values: Tensor, k: int) -> Tensor:
-    """The same of fp32 values by k maxima of int64 keys, no two of them equal: what a compiler makes one loop of.
+    """The same of fp32 values by int64 keys, no two of them equal: the smallest first.
 
-    Above, the 32 bits of the value in an order that integers have too; below, the id reversed.
+    Above, the bits of -value in an order that integers have too; below, in the 29 that fp64 adds to fp32, the id.
     """
-    bits = (values + 0.0).view(torch.int32)  # -0 and 0 are equal
-    bits = bits ^ (bits >> 31 & 0x7FFFFFFF)
-    ids = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-    keys, largest = (bits.to(torch.int64) << 32) + ids, []
-    for _ in range(k):
-        largest.append(keys.amax(-1, keepdim=True))
-        keys = keys.masked_fill(keys == largest[-1], torch.iinfo(torch.int64).min)
-    return ids[0] - (torch.cat(largest, -1) & 0xFFFFFFFF)
+    keys = (0.0 - values).double().view(torch.int64)  # 0.0 - 0.0 and 0.0 - -0.0 are both 0.0
+    keys ^= (keys >> 63).bitwise_and_(0x7FFFFFFFE0000000)  # of a negative float, more bits mean less
+    keys |= torch.arange(values.shape[-1], device=values.device)
+    if torch.compiler.is_compiling():
+        smallest = []
+        for _ in range(k):  # a compiler makes one loop of it
+            smallest.append(keys.amin(-1, keepdim=True))
+            keys = keys.masked_fill(keys == smallest[-1], torch.iinfo(torch.int64).max)
+        keys = torch.cat(smallest, -1)
+    else:
+        keys.numpy().sort()  # many times as fast as torch.sort
+    return keys[..., :k] & 0x1FFFFFFF
 
 
 def route(
@@ -79,7 +83,7 @@ def route(
     topk_group: int = 1,
     group_score: str = "max",
     renormalise: bool = False,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts and weigh them.
 
@@ -114,11 +118,11 @@ def _mask_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float) -> Tensor:
+def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float | Tensor) -> Tensor:
     """Weights [..., k] of chosen experts: their own scores, to sum 1 where renormalised, times the route scale."""
     weights = scores.gather(-1, indices)
     if renormalise and indices.shape[-1] > 1:
-        weights = weights / weights.sum(-1, keepdim=True).add_(EPS)
+        weights.div_(weights.sum(-1, True).add_(EPS))
     return weights.mul_(scale)
 
 
@@ -141,12 +145,13 @@ class Gate(nn.Module):
         self.n_experts = c.dspark_n_routed_experts if drafter else c.n_routed_experts
         self.top_k = c.dspark_num_experts_per_tok if drafter else c.num_experts_per_tok
         self.scoring_func, self.temperature = c.scoring_func, temperature
+        scale = torch.tensor(c.routed_scaling_factor, dtype=torch.float32, device="cpu")
         self.options = {
             "n_group": c.n_group or 1,
             "topk_group": c.topk_group or 1,
             "group_score": "top2" if c.topk_method == "noaux_tc" else "max",
             "renormalise": c.norm_topk_prob,
-            "scale": c.routed_scaling_factor,
+            "scale": scale if scale.item() == c.routed_scaling_factor else c.routed_scaling_factor,
         }
         self.weight = nn.Parameter(torch.empty(self.n_experts, c.hidden_size))
         nn.init.normal_(self.weight, std=c.hidden_size**-0.5)
@@ -183,15 +188,15 @@ class Gate(nn.Module):
         which spread a placement's replicas over the tokens (by default their order in x).
         Raises ValueError for shapes, a mask or ids that don't fit, an id outside the table; TypeError for dtypes.
         """
-        tokens = x.shape[:-1]
         if fuse(x) and positions is None and not self.hashed and self.options["n_group"] == 1:
             return self._fused(x, image_mask)
         scores = self.scores(x)
         if self.hashed:
-            indices = self._look_up(token_ids, tokens)
+            indices = self._look_up(token_ids, x.shape[:-1])
             weights = weigh(scores, indices, self.options["renormalise"], self.options["scale"])
         else:
-            weights, indices = route(scores, self.top_k, bias=self._bias(image_mask, tokens), **self.options)
+            bias = self.bias if image_mask is None else self._bias(image_mask, x.shape[:-1])
+            weights, indices = route(scores, self.top_k, bias=bias, **self.options)
         if self.placement is not None:
             indices = self.placement.to_physical(indices, positions)
         return weights, indices
@@ -220,9 +225,9 @@ class Gate(nn.Module):
         shape = (*x.shape[:-1], self.top_k)
         return weights.view(shape), indices.view(shape)
 
-    def _bias(self, image_mask: Tensor | None, tokens: torch.Size) -> Tensor | None:
+    def _bias(self, image_mask: Tensor, tokens: torch.Size) -> Tensor:
         self._check_mask(image_mask, tokens)
-        return self.bias if image_mask is None else torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
+        return torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
 
     def _check_mask(self, image_mask: Tensor | None, tokens: torch.Size) -> None:
         if image_mask is not None and self.bias_vl is None:

@@ -34,8 +34,10 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
     assert {"gpu", "torch", "triton", "date", "cores"} <= set(results["machine"])
     assert results["ceilings"] == NO_LIMITS
     names = [c["name"] for c in results["cases"]]
-    assert names[:2] == ["gate.1", "gate.3"]
-    assert {"experts.bf16.3", "experts.fp8.3", "experts.mxfp4.3", "seam.3", "seam_backward.3"} <= set(names)
+    assert {"gate.1", "gate.3", "experts.bf16.3", "experts.fp8.3", "experts.mxfp4.3"} <= set(names)
+    assert {"seam.3", "seam_backward.3"} <= set(names)
+    engram = {"ngram_hash.3", "engram_rows.device.3", "engram_rows.host.3", "engram_gate.3", "engram_gate_backward.3"}
+    assert engram <= set(names)
     assert len({*names}) == len(names)
     for found in results["cases"]:
         assert "error" not in found, found
@@ -52,8 +54,12 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
         if found["name"] == "seam.3":
             assert max(found["difference"][name] for name in ("pre", "post", "comb")) < 1e-5
             assert max(found["difference"].values()) < 4e-3, "bf16"
-        if found["name"] == "seam_backward.3":
+        if found["name"] in ("seam_backward.3", "engram_gate.3", "engram_gate_backward.3"):
             assert max(found["difference"].values()) < 4e-3, "bf16"
+        if found["name"] == "engram_gate.3":
+            assert found["difference"]["gate"] < 1e-5
+        if found["name"].startswith(("ngram_hash", "engram_rows")):
+            assert found["difference"] == {"equal": 1}
     assert "experts.mxfp4.3" in capsys.readouterr().out
 
 
@@ -138,3 +144,4 @@ def test_cases_are_collected_from_every_module(tmp_path, monkeypatch):
     assert "real" in collect(False)
     official = [c.name for c in collect(False) if isinstance(c, GpuCase)]
     assert {"gate.1", "gate.4096", "experts.bf16.1", "experts.fp8.64", "experts.mxfp4.4096"} <= {*official}
+    assert {"ngram_hash.4096", "engram_rows.host.4096", "engram_gate.64", "engram_gate_backward.4096"} <= {*official}

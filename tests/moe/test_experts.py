@@ -70,6 +70,34 @@ def test_the_clamp_is_asymmetric_and_comes_first():
     assert swiglu(ten * 3, ten * 3).item() == pytest.approx(900.0)
 
 
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_the_activation_of_bf16_is_fp32s(limit):
+    a, u, g = (drawn(7, 33, seed=i).bfloat16() for i in range(3))
+    ours, wide = [t.clone().requires_grad_() for t in (a, u)], [t.float().requires_grad_() for t in (a, u)]
+    h, expected = swiglu(*ours, limit), swiglu(*wide, limit)
+    assert h.dtype == torch.float32
+    assert torch.equal(h, expected)
+    assert torch.equal(ours[0], a), "the input stays as it was"
+    for found, exact in zip(
+        torch.autograd.grad(h, ours, g.float()), torch.autograd.grad(expected, wide, g.float()), strict=True
+    ):
+        assert torch.equal(found, exact.bfloat16())
+
+
+def test_a_tokens_rows_are_summed_in_fp32_and_rounded_once():
+    """Experts of outputs 1, 2^-9, ..., 2^-9: summed in bf16, each of the small ones would be lost."""
+    experts = Experts(6, 8, 8).bfloat16()
+    with torch.no_grad():
+        experts.w13.zero_()
+        experts.w2.zero_()
+        experts.w13[:, 0, 0], experts.w13[:, 8, 0] = 64.0, 1.0  # silu(64) = 64
+        experts.w2[:, :, 0] = 2.0**-9
+        experts.w2[0, :, 0] = 1.0
+    x, weights = torch.eye(8)[:1].bfloat16(), torch.full((1, 6), 1 / 64)
+    y = experts(x, weights, torch.arange(6)[None])
+    assert y.tolist() == [[1 + 2.0**-7] * 8]
+
+
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.sampled_from([0, 1, 2, 13, 17]), st.integers(1, 9), st.integers(1, 3), st.integers(0, 999))
 def test_the_grouped_form_is_the_loop(T, E, k, seed):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dsv41_edu.config import preset
+from dsv41_edu.moe import gate as gate_module
 from dsv41_edu.moe.experts import Experts, MoE
 from dsv41_edu.moe.gate import Gate, affinity, route, top_k_by_keys, top_k_lowest, weigh
 from dsv41_edu.moe.placement import rebalance_experts
@@ -90,13 +91,45 @@ def test_affinities_are_finite_and_rising(scoring_func):
 # ---- ties: the lowest id wins
 
 
+PATHS = {"few": ("FEW", 10**9), "many": ("FEW", -1)}  # of fp32 on a CPU: torch.topk if it meets no tie, or a sort
+VALUES = st.lists(
+    st.sampled_from([-math.inf, -1.0, -1e-40, -0.0, 0.0, 1e-40, 0.5, 1.0, 3e38, math.inf]), min_size=1, max_size=12
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from([-1.0, -0.0, 0.0, 0.5, 1.0, float("-inf")]), min_size=1, max_size=12), st.data())
-def test_top_k_is_the_sorted_list(values, data):
+@given(VALUES, st.data())
+def test_top_k_is_the_sorted_list(path, values, data):
     k = data.draw(st.integers(1, len(values)))
     expected = sorted(range(len(values)), key=lambda e: (-values[e], e))[:k]
-    for dtype in (torch.float32, torch.float64):
-        assert top_k_lowest(torch.tensor([values], dtype=dtype), k).tolist() == [expected]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_module, *PATHS[path])
+        for dtype in (torch.float32, torch.float64):
+            assert top_k_lowest(torch.tensor([values], dtype=dtype), k).tolist() == [expected]
+
+
+@pytest.mark.parametrize("T", [3, 300])  # on both sides of FEW
+@pytest.mark.parametrize("k", [1, 6])
+def test_ties_among_a_few_and_among_many_tokens(T, k):
+    scores = drawn(T, 64).float()
+    for values in (scores, (scores * 50).round()):  # rows with and without ties
+        indices = top_k_lowest(values, k)
+        assert torch.equal(indices, values.sort(descending=True, stable=True).indices[:, :k])
+        assert indices.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("nan", [math.nan, -math.nan])
+def test_one_nan_is_refused_wherever_it_stands(dtype, nan):
+    for T in (1, 2, 300):
+        for row, e in ((0, 0), (T - 1, 63), (T // 2, 31)):
+            scores = drawn(T, 64).to(dtype)
+            scores[T - 1 - row, :] = 0.5  # and a row of ties beside it
+            scores[row, e] = nan
+            for k in (1, 6, 64):
+                with pytest.raises(ValueError, match="scores: expected numbers, got NaN"):
+                    top_k_lowest(scores, k)
 
 
 @pytest.mark.parametrize("E", [6, 64, 384])
@@ -131,6 +164,16 @@ def test_no_gradient_reaches_the_bias():
     assert gate.bias.grad is None
     assert gate.weight.grad.abs().sum() > 0
     assert not [n for n, _ in Gate(MINI).named_parameters() if "bias" in n]
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_gradients_of_the_weights_are_the_formulas(renormalise):
+    scores, g = drawn(5, 9).requires_grad_(), drawn(5, 3, seed=1)
+    weights, indices = route(scores, 3, renormalise=renormalise, scale=2.5)
+    chosen = scores.gather(-1, indices)
+    formula = 2.5 * chosen / (chosen.sum(-1, keepdim=True) if renormalise else 1)
+    ours, expected = (torch.autograd.grad((w * g).sum(), scores)[0] for w in (weights, formula))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_opposed_modality_biases_send_each_row_its_own_way():
@@ -249,6 +292,23 @@ def test_scores_are_fp32_inside_whatever_the_tokens_are():
     torch.testing.assert_close(gate.scores(x).double(), gate.scores(x.double()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [2.5, 2.827])  # fp32 holds the first exactly
+def test_the_scale_is_exact_in_fp64(scale):
+    gate = Gate(MINI.replace(routed_scaling_factor=scale)).double()
+    weights, _ = gate(drawn(4, MINI.hidden_size))
+    torch.testing.assert_close(weights.sum(-1), torch.full((4,), scale, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+def test_a_gate_made_without_storage_works_when_it_has_some():
+    with torch.device("meta"):
+        gate = Gate(MINI)
+    other = Gate(MINI)
+    gate.to_empty(device="cpu").load_state_dict(other.state_dict())
+    x = drawn(3, MINI.hidden_size).float()
+    for found, expected in zip(gate(x), other(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_temperature_divides_the_logits():
     hot, cold = Gate(MINI, temperature=2.0), Gate(MINI)
     cold.weight = torch.nn.Parameter(hot.weight / 2)
@@ -318,12 +378,15 @@ def test_bad_masks_and_shapes_are_refused():
 # ---- compiled
 
 
-@settings(deadline=None)
-@given(values=st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 1e-40, 0.5, 2.0, 3e38]), min_size=1, max_size=9))
-def test_maxima_of_keys_are_the_stable_sort(values):
+@pytest.mark.parametrize("compiling", [False, True])
+@settings(derandomize=True, deadline=None)
+@given(VALUES)
+def test_the_smallest_keys_are_the_stable_sort(compiling, values):
     row = torch.tensor(values)
-    for k in range(1, len(row) + 1):
-        assert torch.equal(top_k_by_keys(row, k), row.sort(descending=True, stable=True).indices[:k])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        for k in range(1, len(row) + 1):
+            assert torch.equal(top_k_by_keys(row, k), row.sort(descending=True, stable=True).indices[:k])
 
 
 def test_compiled_it_is_the_same_gate():
