@@ -563,8 +563,8 @@ table(
 
 # %% [markdown]
 # On a CPU the experts are grouped: pairs sorted by expert, one product for all. Beside the naive loop and the public
-# library's V4 block, with the same weights; and the gate, eager and compiled, beside the library's router. The eager
-# gate pays a tenth or two for lowest-id ties and the refusal of NaN, which the library doesn't promise:
+# library's V4 block, with the same weights; and the gate, eager and compiled, beside the library's router. With few
+# tokens the eager gate pays for lowest-id ties and the refusal of NaN, which the library doesn't promise:
 
 # %%
 say(measured=measured("moe."))

@@ -48,7 +48,7 @@ def top_k_lowest(values: Tensor, k: int) -> Tensor:
         best, indices = best.numpy(), indices.numpy()[..., :k]  # torch's calls would cost more than the work
         if np.count_nonzero(best[..., 1:] < best[..., :-1]) == indices.size:
             return torch.from_numpy(indices.copy())  # no NaN, and no ties, which torch.topk breaks as it likes
-    if not compiling and values.amax(-1).isnan().any():
+    if not compiling and (np.isnan(values.numpy()) if by_keys else values.isnan()).any():
         raise ValueError("scores: expected numbers, got NaN")
     if by_keys:
         return top_k_by_keys(values, k)
