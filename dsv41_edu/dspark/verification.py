@@ -200,7 +200,7 @@ def _uniforms(draws: Draws, lengths: Tensor, g: int) -> Tensor:
 
 def _check_shapes(p: Tensor, q: Tensor | None, drafts: Tensor, lengths: Tensor | None) -> Tensor:
     """The lengths, int64 [B]."""
-    shapes = f"p {list(p.shape)}, q {list(p.shape if q is None else q.shape)}, drafts {list(drafts.shape)}"
+    shapes = f"p {list(p.shape)}, q {None if q is None else list(q.shape)}, drafts {list(drafts.shape)}"
     if drafts.ndim != 2 or p.ndim != 3 or p.shape[:2] != (drafts.shape[0], drafts.shape[1] + 1) or not p.shape[2]:
         raise ValueError(f"{shapes}: expected p [B, g + 1, V], q [B, g, V], drafts [B, g], V >= 1")
     B, g, V = *drafts.shape, p.shape[2]
