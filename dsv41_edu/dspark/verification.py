@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 17  # numbers of a law's rows that are fp64 at a time: they stay in a core's cache
-TOLERANCE = 1e-4  # of a law's sum: a softmax in fp32 over a large vocabulary misses 1 by a hundredth of it
+TOLERANCE = 1e-4  # of a law's sum: a softmax in fp32 over a large vocabulary misses 1 by up to a tenth of it
 
 Draws = Tensor | Sequence[torch.Generator]
 

@@ -34,6 +34,7 @@ def test_expected_tokens_in_closed_form(a, g):
 
 
 def test_acceptance_at_its_ends():
+    assert sim.acceptance_of(1, 3) < 1e-15
     assert sim.acceptance_of(4, 3) == 1
     assert (sim.expected_tokens(1.0, 3), sim.expected_tokens(0.0, 3), sim.expected_tokens(0.5, 0)) == (4, 1, 1)
 
@@ -52,7 +53,7 @@ def test_simulated_tokens_are_the_expected_ones(a, g):
 def test_each_place_and_each_kind_has_its_own_acceptance():
     kinds = [[0.9, 0.2, 0.7], [0.3, 0.6, 0.5]]
     means = [1 + a * (1 + b * (1 + c)) for a, b, c in kinds]
-    for spread in (math.inf, 3.0):
+    for spread in (math.inf, 3.0, 0.5):
         found = sim.simulate(FREE, sim.fixed(3), kinds, sim.Load(300, answer=20), spread=spread, steps=600)
         # a request of the slower kind stays longer: steps are shared in proportion to 1 / tokens a step
         expected = 2 / sum(1 / mean for mean in means)
@@ -173,7 +174,7 @@ L = sim.Load(2)
         (lambda: sim.Load(1, answer=0), "answer=0"),
         (lambda: sim.simulate(FREE, sim.fixed(1), [0.5], L), r"acceptance \[1\]: expected \[kinds, g\]"),
         (lambda: sim.simulate(FREE, sim.fixed(1), np.zeros((0, 2)), L), r"acceptance \[0, 2\]"),
-        (lambda: sim.simulate(FREE, sim.fixed(1), [[1.5]], L), "acceptance holds 1.5: expected chances from 0"),
+        (lambda: sim.simulate(FREE, sim.fixed(1), [[0.5, 1.5]], L), "acceptance holds 1.5: expected chances from 0"),
         (lambda: sim.simulate(FREE, sim.fixed(1), [[-0.5]], L), "acceptance holds -0.5"),
         (lambda: sim.simulate(FREE, sim.fixed(1), [[math.nan]], L), "acceptance holds nan"),
         (lambda: sim.simulate(FREE, sim.fixed(1), [[1.0]], L, spread=2.0), "holds 1.0: expected chances between"),
@@ -184,6 +185,7 @@ L = sim.Load(2)
         (lambda: sim.simulate(FREE, sim.fixed(1), [[0.5]], L, warm_up=-1), "warm_up = -1"),
         (lambda: sim.simulate(FREE, sim.fixed(2), [[0.5]], L), r"lengths \[2, 2\]: expected 2 numbers from 0 to 1"),
         (lambda: sim.simulate(FREE, sim.fixed(-1), [[0.5]], L), r"lengths \[-1, -1\]"),
+        (lambda: sim.simulate(FREE, lambda c: np.array([0, 2]), [[0.5]], L), r"lengths \[0, 2\]"),
         (lambda: sim.simulate(FREE, lambda c: np.zeros(3), [[0.5]], L), "expected 2 numbers"),
     ],
 )

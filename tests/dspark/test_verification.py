@@ -314,6 +314,8 @@ def changed(tensor, *at_value):
     [
         ({"p": changed(P, 1, 1, 0, 0.3)}, ValueError, r"p\[1, 1\] has sum 1.05"),
         ({"q": changed(Q, 1, 0, 0, 0.3)}, ValueError, r"q\[1, 0\] has sum 0.8"),
+        ({"p": P * 1.00015}, ValueError, r"p\[0, 0\] has sum 1.00015"),
+        ({"q": Q * 0.99985}, ValueError, r"q\[0, 0\] has sum 0.99985"),
         ({"p": changed(P, 0, 0, 1, NAN)}, ValueError, r"p\[0, 0\] has sum nan"),
         ({"p": changed(P, 0, 1, 1, float("inf"))}, ValueError, r"p\[0, 1\] has sum inf"),
         ({"p": changed(P, 1, 0, torch.tensor([-0.5, 1.5]))}, ValueError, r"p\[1, 0\] .* smallest entry -0.5"),
