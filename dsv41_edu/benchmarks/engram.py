@@ -67,13 +67,13 @@ def written() -> Path:
 
 
 @cache
-def mapped() -> EngramTable:
+def on_disk() -> EngramTable:
     """That table."""
     return EngramTable.open(written(), layer=1, rows=FILE_ROWS)
 
 
 def look_ups(rows: Tensor) -> dict[str, Callable]:
-    """The same rows from a mapped file, from memory, and prefetched behind some work."""
+    """The same rows from a file, from memory, and prefetched behind some work."""
     work = torch.randn(1024, 1024)
 
     def compute():
@@ -81,11 +81,11 @@ def look_ups(rows: Tensor) -> dict[str, Callable]:
             work @ work
 
     def from_file():
-        return mapped().read(rows)
+        return on_disk().read(rows)
 
     @cache
     def in_memory():
-        table = mapped()
+        table = on_disk()
         return EngramTable(np.array(table.payload[: FILE_ROWS // 8]), np.array(table.scales[: FILE_ROWS // 8]))
 
     def from_memory():
@@ -96,13 +96,13 @@ def look_ups(rows: Tensor) -> dict[str, Callable]:
         return from_file()
 
     def prefetched():
-        with Prefetcher(mapped()) as prefetcher:
+        with Prefetcher(on_disk()) as prefetcher:
             request = prefetcher.request(rows)
             compute()
             return request.wait()
 
     return {
-        "mapped file": from_file,
+        "file": from_file,
         "memory": from_memory,
         "work, then the file": one_after_the_other,
         "the file behind the work": prefetched,

@@ -6,7 +6,6 @@ real n-grams repeat. Takes about three minutes and writes the case "latency.engr
 """
 
 import datetime
-import mmap
 import os
 import resource
 import time
@@ -24,20 +23,18 @@ LOOK_UPS = {("warm", 1): 2000, ("warm", 4096): 100, ("cold", 1): 300, ("cold", 4
 ENOUGH = 100  # look-ups for a 99th percentile
 
 
-def forget(table: EngramTable, path: Path) -> None:
-    """Ask the system to drop what it holds of the file of a table."""
-    table.file.madvise(mmap.MADV_DONTNEED)  # it keeps what a process has mapped
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)  # and what isn't on the disk yet
+def forget(table: EngramTable) -> None:
+    """Ask the system to drop what it holds of a table's file."""
+    file = table.source[0]
+    os.fsync(file)  # it keeps what isn't on the disk yet
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
 
 
-def look_up(table: EngramTable, path: Path, state: str, tokens: int, times: int) -> dict:
+def look_up(table: EngramTable, state: str, tokens: int, times: int) -> dict:
     """One way to look up, measured so many times, with seconds a look-up and bytes of memory.
 
     `peak_memory`: by how much the process was larger at its largest than before; None as in the harness.
-    `from_disk`: pages that a look-up waited for, on average.
+    `disk_bytes`: what the disk gave for a look-up, on average; 0 where the system doesn't tell.
     """
     generator, seconds = torch.Generator().manual_seed(tokens), []
 
@@ -45,16 +42,16 @@ def look_up(table: EngramTable, path: Path, state: str, tokens: int, times: int)
         for _ in range(times):
             rows = torch.randint(0, table.rows, (tokens, COLUMNS), generator=generator)
             if state == "cold":
-                forget(table, path)
+                forget(table)
             start = time.perf_counter()
             table.read(rows)
             seconds.append(time.perf_counter() - start)
 
-    waited = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
     peak = peak_memory(all_of_them)
     if not seconds:  # this system doesn't tell the peak
         all_of_them()
-    waited = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - waited
+    blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - blocks
     return {
         "state": state,
         "tokens": tokens,
@@ -63,7 +60,7 @@ def look_up(table: EngramTable, path: Path, state: str, tokens: int, times: int)
         "p50": np.quantile(seconds, 0.5),
         "p99": np.quantile(seconds, 0.99) if times >= ENOUGH else None,
         "peak_memory": peak,
-        "from_disk": waited / times,
+        "disk_bytes": 512 * blocks / times,
     }
 
 
@@ -72,12 +69,12 @@ def measure(path: Path, rows: int) -> dict:
     table = EngramTable.open(path, layer=1, rows=rows)
     return {
         "name": "latency.engram",
-        "work": f"random rows of {rows:,} in a mapped file, {COLUMNS} a token, bf16 out",
+        "work": f"random rows of {rows:,} in a file, {COLUMNS} a token, bf16 out",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
         "file_bytes": path.stat().st_size,
         "latencies": [
-            look_up(table, path, state, tokens, times)
+            look_up(table, state, tokens, times)
             for (state, tokens), times in LOOK_UPS.items()
             if state == "warm" or hasattr(os, "posix_fadvise")
         ],

@@ -109,11 +109,11 @@ class NgramHash:
         """Raises TypeError for ids that aren't int64, ValueError for any below `least` or not below `size`."""
         if ids.dtype != torch.int64:
             raise TypeError(f"{name} is {ids.dtype}: expected torch.int64")
-        if ids.numel() == 0:
-            return
-        low, high = (int(end) for end in ids.aminmax())
-        if not least <= low <= high < self.size:
-            raise ValueError(f"{name} from {low} to {high}: expected compressed ids, {least} to {self.size - 1}")
+        above = (ids - least).numpy().view(np.uint64)  # what is below `least` is 2^63 and more
+        if above.size and above.max() >= self.size - least:
+            raise ValueError(
+                f"{name} from {ids.min()} to {ids.max()}: expected compressed ids, {least} to {self.size - 1}"
+            )
 
     def look_back(
         self, ids: Tensor, text_mask: Tensor | None = None, history: Tensor | None = None

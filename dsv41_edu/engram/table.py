@@ -2,13 +2,15 @@
 
     value_c of row r = payload_rc * 2^(s - 127), rounded to bf16        s = scale byte floor(c / 32) of row r
 
-A token reads 24 rows of 264 bytes out of 384 million. So the shard is mapped, not loaded, and what was read of it
-doesn't stay in the process; ids that a read names twice are read once; and since n-grams follow Zipf's law, few rows
-held in memory answer many of the reads.
+A token reads 24 rows of 264 bytes out of 384 million. So the shard isn't loaded: each row is read from its place in
+the file, and nothing else enters the process (of a mapped file whole neighbourhoods would, and stay). Ids that a read
+names twice are read once; and since n-grams follow Zipf's law, few rows held in memory answer many of the reads.
 Sources: V4.1 checkpoint layout; official inference code; the Engram paper (tiers).
 """
 
 import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -20,19 +22,12 @@ from torch import Tensor
 from dsv41_edu.headers import read_header
 from dsv41_edu.quantization import BLOCK, E4M3, E8M0, fp8_rows_decode
 
-PART = 256  # rows that are worked on at once
-RESIDENT = 1024  # rows after which a file's pages are given back; until then a row may hold 128 KiB of them
-ADVISED = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
-
-
-def parts(n: int) -> list[slice]:
-    """n rows, PART at a time."""
-    return [slice(start, start + PART) for start in range(0, n, PART)]
+PART = 256  # rows that are decoded at once
 
 
 @dataclass
 class Counts:
-    """What the reads of a table took so far. "The file" is the mapped one; the system may still hold parts of it."""
+    """What the reads of a table took so far. Of what was read from the file the system may still hold parts."""
 
     row_bytes: int  # of one row: payload and scales
     asked: int = 0  # row ids, repeats counted
@@ -61,8 +56,11 @@ class EngramTable:
     Made by `of` or `open`. Several threads may read it.
     """
 
-    def __init__(self, payload: np.ndarray, scales: np.ndarray, file: mmap.mmap | None = None):
-        """Bytes as stored; `file`: where they are mapped. Raises ValueError for shapes that don't fit each other."""
+    def __init__(self, payload: np.ndarray, scales: np.ndarray, source: tuple[int, int, int] | None = None):
+        """Bytes as stored; `source`, if in a file: its descriptor, where the payload begins, where the scales begin.
+
+        Raises ValueError for shapes that don't fit each other.
+        """
         if payload.ndim != 2 or not payload.size or payload.shape[1] % BLOCK:
             raise ValueError(f"payload of shape {list(payload.shape)}: expected [rows, a multiple of {BLOCK}]")
         self.rows, self.width = payload.shape
@@ -71,8 +69,7 @@ class EngramTable:
                 f"scales of shape {list(scales.shape)}: expected {[self.rows, self.width // BLOCK]}, "
                 f"one for {BLOCK} channels"
             )
-        self.payload, self.scales, self.file = payload, scales, file
-        self.touched = 0  # rows of the file whose pages, and their neighbours, count as this process's memory
+        self.payload, self.scales, self.source = payload, scales, source
         self.counts = Counts(self.width + self.width // BLOCK)
         self.lock = Lock()
 
@@ -89,22 +86,23 @@ class EngramTable:
 
     @classmethod
     def open(cls, path: str | Path, layer: int, rows: int, width: int = 256) -> "EngramTable":
-        """The table of one layer in a shard of the official layout, mapped: of the data only rows asked for are read.
+        """The table of one layer in a shard of the official layout: of the data only rows asked for are read.
 
-        rows: `NgramHash.rows` of the layer; width: `engram_head_dim`. The file must stay whole while it is mapped.
-        Raises OSError without the file, HeaderError for one that isn't whole, ValueError for a tensor that is
-        missing or isn't what rows and width say.
+        rows: `NgramHash.rows` of the layer; width: `engram_head_dim`. `payload` and `scales` are mapped, for those
+        who want them whole. Raises OSError without the file, HeaderError for one that isn't whole, ValueError for a
+        tensor that is missing or isn't what rows and width say.
         """
         path, header = Path(path), read_header(path)
         # a header's tensors tile the file up to its end, in the header's order
         at, start = path.stat().st_size - sum(entry.nbytes for entry in header.values()), {}
         for name, entry in header.items():
             start[name], at = at, at + entry.nbytes
-        with path.open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if ADVISED:  # else the disk reads each row's neighbours along
-            whole.madvise(mmap.MADV_RANDOM)
-        arrays = []
+        file = os.open(path, os.O_RDONLY)
+        whole = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        weakref.finalize(whole, os.close, file)  # when the last table lets go of its arrays
+        if hasattr(os, "posix_fadvise"):  # else the disk reads each row's neighbours along
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        arrays, source = [], [file]
         for suffix, dtype, columns in (("weight", "F8_E4M3", width), ("scale", "F8_E8M0", width // BLOCK)):
             name, shape = f"layers.{layer}.engram.embed.{suffix}", (rows, columns)
             if name not in header:
@@ -115,7 +113,8 @@ class EngramTable:
                     f"{path.name}: {name} is {found.dtype} {list(found.shape)}: expected {dtype} {list(shape)}"
                 )
             arrays.append(np.ndarray(shape, np.uint8, whole, start[name]))
-        return cls(*arrays, file=whole)
+            source.append(start[name])
+        return cls(*arrays, tuple(source))
 
     def check(self, rows: Tensor) -> None:
         """Raises TypeError for row ids that aren't int64, ValueError for ids that the table doesn't have."""
@@ -125,7 +124,7 @@ class EngramTable:
             raise ValueError(f"rows from {rows.min()} to {rows.max()}: expected 0 to {self.rows - 1}")
 
     def read(self, rows: Tensor) -> Tensor:
-        """Values bf16 [..., width] of row ids, int64 [...]. Raises what `check` raises.
+        """Values bf16 [..., width] of row ids, int64 [...]. Raises what `check` and `fetch` raise.
 
         A scale byte of 255 makes its 32 channels NaN, as a payload of NaN does its own; beyond bf16 is infinity.
         """
@@ -138,22 +137,25 @@ class EngramTable:
             self.counts.misses += len(distinct) - hits
         stored = torch.from_numpy(payload).view(E4M3), torch.from_numpy(scales).view(E8M0)
         values = torch.empty(payload.shape, dtype=torch.bfloat16)
-        for part in parts(len(values)):  # so that what is made on the way stays in the processor's cache
+        for start in range(0, len(values), PART):  # so that what is made on the way stays in the processor's cache
+            part = slice(start, start + PART)
             values[part] = fp8_rows_decode(*(t[part] for t in stored), torch.bfloat16)
         return values[place]
 
     def fetch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Payload and scales of ids [n], valid and ascending, copied; and how many of them were in memory."""
-        if self.file is None:
+        """Payload and scales of ids [n], valid and ascending, copied; and how many of them were in memory.
+
+        Raises OSError where the file no longer has them.
+        """
+        if self.source is None:
             return self.payload[ids], self.scales[ids], len(ids)
-        payload, scales = (np.empty((len(ids), a.shape[1]), np.uint8) for a in (self.payload, self.scales))
-        for part in parts(len(ids)):
-            payload[part], scales[part] = self.payload[ids[part]], self.scales[ids[part]]
-            self.touched += len(ids[part])  # threads may lose count: the bound isn't sharp
-            if ADVISED and self.touched >= RESIDENT:
-                self.file.madvise(mmap.MADV_DONTNEED)
-                self.touched = 0
-        return payload, scales, 0
+        (file, *starts), found = self.source, []
+        for start, width in zip(starts, (self.width, self.width // BLOCK), strict=True):
+            data = bytearray().join([os.pread(file, width, start + width * row) for row in ids.tolist()])
+            if len(data) != width * len(ids):
+                raise OSError(f"rows from {ids[0]} to {ids[-1]}: expected the file to stay as it was opened")
+            found.append(np.frombuffer(data, np.uint8).reshape(len(ids), width))
+        return *found, 0
 
 
 class TieredTable(EngramTable):
@@ -165,7 +167,7 @@ class TieredTable(EngramTable):
 
     def __init__(self, table: EngramTable, hot_rows: Tensor):
         """hot_rows: int64 [H], as of `most_frequent`; H = 0 holds none. Raises what `check` raises."""
-        super().__init__(table.payload, table.scales, table.file)
+        super().__init__(table.payload, table.scales, table.source)
         self.check(hot_rows)
         self.hot_rows = np.unique(hot_rows.numpy())
         self.hot_payload, self.hot_scales, _ = super().fetch(self.hot_rows)

@@ -62,7 +62,7 @@ class Setup:
     dense: float = 0.6  # part of the steps in which every entry is read
     as_stored: float = 0.85  # from here on weights are rounded as stored
     bias_speed: tuple[float, float] = (0.01, 0.001)  # at the first step and the last, a line between
-    threads: int = 1
+    threads: int = 2
 
 
 def miniature() -> Transformer:

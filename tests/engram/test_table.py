@@ -1,5 +1,6 @@
 """Rows from memory and from a mapped shard are the same; a table of the official size costs no memory."""
 
+import gc
 import json
 import math
 import os
@@ -11,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv41_edu.config import preset
-from dsv41_edu.engram import table as table_module
 from dsv41_edu.engram.hashing import NgramHash
-from dsv41_edu.engram.table import EngramTable
+from dsv41_edu.engram.table import EngramTable, TieredTable
 from dsv41_edu.headers import HeaderError, file_size
 from dsv41_edu.quantization import E4M3, E8M0, fp8_rows_encode
 from dsv41_edu.tensors import tensor_plan
@@ -117,7 +117,7 @@ def test_a_mapped_shard_reads_as_memory_does(shard):
     mapped = EngramTable.open(shard, 1, rows=ROWS, width=WIDTH)
     rows = torch.randint(0, ROWS, (3, 7), generator=torch.Generator().manual_seed(3))
     assert torch.equal(bits(mapped.read(rows)), bits(EVERY[rows]))
-    assert (mapped.rows, mapped.width, mapped.file is None) == (ROWS, WIDTH, False)
+    assert (mapped.rows, mapped.width, mapped.source is None) == (ROWS, WIDTH, False)
     assert not mapped.payload.flags.writeable
 
 
@@ -260,25 +260,37 @@ def test_a_table_of_the_official_size_in_little_memory(tmp_path, layer, rows):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system doesn't tell what is mapped by /proc")
-def test_what_was_read_of_a_file_is_given_back(tmp_path, monkeypatch):
-    """All rows of 10 MB, at once and one by one; else both would stay."""
-    monkeypatch.setattr(table_module, "RESIDENT", 64)
-    monkeypatch.setattr(table_module, "PART", 16)
-    payload, scales = torch.zeros(40_000, 256, dtype=E4M3), torch.zeros(40_000, 8, dtype=E8M0)
-    path = tmp_path / "table.safetensors"
-    save_file({WEIGHT: payload, SCALE: scales}, path)
-    table = EngramTable.open(path, 1, rows=40_000)
+def test_nothing_read_of_a_file_stays(shard):
+    """Of the mapping no page enters the process, but by those who want all of it."""
+    table = EngramTable.open(shard, 1, ROWS, WIDTH)
 
     def held():
-        lines = Path("/proc/self/smaps").read_text().split(str(path))[1].splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))  # KiB
+        lines = Path("/proc/self/smaps").read_text().split(str(shard))[1].splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
-    table.read(torch.arange(40_000))
-    assert held() < 1000
-    for row in range(0, 40_000, 100):
-        table.read(torch.tensor([row]))
-    assert 0 < held() < 8000
-    table.touched = 0
-    for rows, touched in ((40, 40), (20, 60), (4, 0), (70, 6)):
-        table.read(torch.arange(rows))
-        assert table.touched == touched
+    assert torch.equal(bits(table.read(torch.arange(ROWS))), bits(EVERY))
+    assert held() == 0
+    assert (table.payload == PAYLOAD.view(torch.uint8).numpy()).all()
+    assert held() > 0
+
+
+def test_the_file_is_closed_with_the_last_table_that_reads_it(shard):
+    table = EngramTable.open(shard, 1, ROWS, WIDTH)
+    file = table.source[0]
+    tiered = TieredTable(table, torch.arange(3))
+    del table
+    assert torch.equal(tiered.read(torch.tensor([30])), EVERY[30:31])
+    del tiered
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_a_file_that_was_cut_off(shard):
+    table = EngramTable.open(shard, 1, ROWS, WIDTH)
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 32 * 3 * WIDTH - 1)  # all of the projection, and the last scale's byte
+    assert torch.equal(table.read(torch.tensor([3, ROWS - 2])), EVERY[[3, ROWS - 2]])
+    with pytest.raises(OSError, match=r"rows from 3 to 39: expected the file to stay as it was opened"):
+        table.read(torch.tensor([ROWS - 1, 3]))
+    assert table.counts.asked == 2

@@ -1,6 +1,5 @@
 """What reads count, tiers that change no value, and what is refused."""
 
-import mmap
 import threading
 import time
 
@@ -17,21 +16,26 @@ from tests.engram.test_table import EVERY, PAYLOAD, ROWS, SCALE, SCALES, TABLE, 
 drawn = settings(derandomize=True, deadline=None, max_examples=50)
 
 
-@pytest.fixture
-def mapped(tmp_path):
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
     """The same rows in a file."""
-    path = tmp_path / "table.safetensors"
+    path = tmp_path_factory.mktemp("shard") / "table.safetensors"
     save_file({WEIGHT: PAYLOAD, SCALE: SCALES}, path)
+    return path
+
+
+@pytest.fixture
+def stored_table(path):
     return EngramTable.open(path, 1, ROWS, WIDTH)
 
 
 # Counting.
-def test_counts_of_memory_and_file(mapped):
+def test_counts_of_memory_and_file(stored_table):
     rows = torch.tensor([[5, 5, 7], [9, 7, 5]])
     for read_from, hits, misses in [
         (EngramTable.of(PAYLOAD, SCALES), 3, 0),
-        (mapped, 0, 3),
-        (TieredTable(mapped, torch.tensor([7, 8])), 1, 2),
+        (stored_table, 0, 3),
+        (TieredTable(stored_table, torch.tensor([7, 8])), 1, 2),
         (TieredTable(EngramTable.of(PAYLOAD, SCALES), torch.tensor([7, 8])), 3, 0),
     ]:
         for n in (1, 2):  # a second read counts anew
@@ -43,10 +47,10 @@ def test_counts_of_memory_and_file(mapped):
         assert read_from.counts.asked == 12
 
 
-def test_a_read_of_many_parts(mapped, monkeypatch):
+def test_a_read_of_many_parts(stored_table, monkeypatch):
     monkeypatch.setattr(table, "PART", 3)
     rows = torch.arange(ROWS).flip(0)
-    for found in (TABLE, mapped, TieredTable(mapped, torch.arange(0, ROWS, 2))):
+    for found in (TABLE, stored_table, TieredTable(stored_table, torch.arange(0, ROWS, 2))):
         for n in (ROWS, ROWS - 1, ROWS - 2):  # the last part whole or not
             assert torch.equal(bits(found.read(rows[:n])), bits(EVERY[rows[:n]]))
 
@@ -92,9 +96,8 @@ def test_several_threads_count_every_read():
     st.lists(st.integers(0, ROWS - 1), max_size=2 * ROWS),
     st.booleans(),
 )
-def test_tiers_change_no_value(rows, hot_rows, in_memory):
-    behind = EngramTable.of(PAYLOAD, SCALES)
-    behind.file = None if in_memory else mmap.mmap(-1, 1)
+def test_tiers_change_no_value(path, rows, hot_rows, in_memory):
+    behind = TABLE if in_memory else EngramTable.open(path, 1, ROWS, WIDTH)
     tiered = TieredTable(behind, torch.tensor(hot_rows, dtype=torch.int64))
     rows = torch.tensor(rows, dtype=torch.int64)
     assert torch.equal(bits(tiered.read(rows)), bits(EVERY[rows]))
@@ -104,15 +107,15 @@ def test_tiers_change_no_value(rows, hot_rows, in_memory):
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 7, ROWS, ROWS + 5])
-def test_any_capacity_answers_right(mapped, capacity):
+def test_any_capacity_answers_right(stored_table, capacity):
     rows = torch.arange(ROWS).repeat(2)
-    tiered = TieredTable(mapped, most_frequent(rows, capacity))
+    tiered = TieredTable(stored_table, most_frequent(rows, capacity))
     assert torch.equal(bits(tiered.read(rows)), bits(EVERY[rows]))
     assert tiered.counts.hits == min(capacity, ROWS)
     assert tiered.counts.misses == ROWS - tiered.counts.hits
 
 
-def test_hot_rows_are_really_held(mapped):
+def test_hot_rows_are_really_held(stored_table):
     """They answer although the table behind has lost them."""
     behind = EngramTable.of(PAYLOAD.clone(), SCALES.clone())
     tiered = TieredTable(behind, torch.tensor([3, 30]))
