@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-draft", action="store_true", help="a token a step, although there is a drafter")
     parser.add_argument(
         "--replay", action="store_true", help="run the decoder on the last window of the prompt alone"
     )

@@ -44,11 +44,11 @@ class Transformer(nn.Module):
         token_map: Tensor | None = None,
         round_trips: bool = False,
         device: torch.device | str | None = None,
-        drafter: bool = False,
+        drafter: bool = True,
     ):
         """token_map: compressed ids, integers [V], of the token ids; needed to run. round_trips: round as a deployed
-        cache does. drafter: with the blocks that draft. Raises ValueError for another generation's config or a map
-        that doesn't fit it.
+        cache does. drafter: with the blocks that draft, if the config has some. Raises ValueError for another
+        generation's config or a map that doesn't fit it.
         """
         super().__init__()
         c = self.config = config
@@ -147,13 +147,15 @@ class Transformer(nn.Module):
         lengths: int64 [B], the tokens that each row really has; what follows them is ignored. image_rows: [images'
         tokens, d], in place of the embeddings of `image_token_id`. replay: run the decoder on the last window's
         tokens alone. features: what a drafter reads, which it then remembers. dense, teach: see `Chunk`. Raises what
-        `check` raises, and ValueError for a replay that doesn't begin a sequence.
+        `check` raises, and ValueError for a replay or a lesson that doesn't begin a sequence.
         """
         c, device = self.config, ids.device
         self.check(ids, lengths, image_rows)
         lengths = torch.full((len(ids),), ids.shape[1], device=device) if lengths is None else lengths
         if replay and cache is not None and int(cache.lengths.max()):
             raise ValueError("replay: expected an empty cache, the decoder's windows begin with the replayed tokens")
+        if teach and cache is not None and int(cache.lengths.max()):
+            raise ValueError("teach: expected an empty cache, an indexer learns from whole sequences")
         chunk = Chunk.of(
             c, ids.shape, self.dtype, device, cache, round_trips=self.round_trips, dense=dense, teach=teach
         )

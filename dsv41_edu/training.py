@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from dsv41_edu.attention.cache import Chunk
 from dsv41_edu.attention.sparse_attention import named
 from dsv41_edu.checkpoint import codec, planned
+from dsv41_edu.drafter import Drafter
+from dsv41_edu.layer import Layer
 from dsv41_edu.model import Transformer
 from dsv41_edu.moe.balance import expert_counts, update_bias
 from dsv41_edu.shards import DTYPES
@@ -27,11 +29,12 @@ from dsv41_edu.tensors import Tensor as Planned
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
-    """First weights from the seed alone: matrices at std 1/sqrt(inputs), embeddings and tables at 0.02, norms at 1.
+def initialise(model: Transformer | Drafter, seed: int) -> None:
+    """First weights of a model or a drafter, from the seed alone.
 
-    Seams start mixing a little (residual logits of +-2, scales 0.01): with the logits of +-8 of `Seam` four streams
-    would stay four copies in a short training.
+    Matrices at std 1/sqrt(inputs), embeddings and tables at 0.02, norms at 1. Seams start mixing a little (residual
+    logits of +-2, scales 0.01): with the logits of +-8 of `Seam` four streams would stay four copies in a short
+    training.
     """
     generator = torch.Generator().manual_seed(seed)
     n = model.config.hc_mult
@@ -43,7 +46,7 @@ def initialise(model: Transformer, seed: int) -> None:
         else:
             table = name.endswith(("embed.weight", "image_start", "image_end", "image_newline"))
             p.normal_(std=0.02 if table else p.shape[-1] ** -0.5, generator=generator)
-    for layer in model.layers:
+    for layer in (m for m in model.modules() if isinstance(m, Layer)):
         for base, scale in ((layer.hc_attn_base, layer.hc_attn_scale), (layer.hc_ffn_base, layer.hc_ffn_scale)):
             base.zero_()
             base[:n] = torch.tensor([2.0] + [-2.0] * (n - 1))
@@ -106,8 +109,8 @@ def teach(scores: Tensor, mass: Tensor, indices: Tensor) -> Tensor:
 class Loads:
     """Which experts the gates chose in the last forward pass, and the update that follows from it."""
 
-    def __init__(self, model: Transformer):
-        self.gates = [layer.ffn.gate for layer in model.layers]
+    def __init__(self, layers: Iterable[Layer]):
+        self.gates = [layer.ffn.gate for layer in layers]
         self.indices: list[Tensor] = [torch.empty(0)] * len(self.gates)
         for i, gate in enumerate(self.gates):
             gate.register_forward_hook(lambda _, args, out, i=i: self.indices.__setitem__(i, out[1]))
@@ -138,14 +141,15 @@ def stored(name: str, p: Tensor, plan: dict[str, Planned]) -> Tensor:
 
 @contextmanager
 def rounded(model: Transformer) -> Iterator[None]:
-    """In the block the weights are what would be stored; after it they are as before, and keep their gradients.
+    """In the block the weights that learn are what would be stored; after it as before, with their gradients.
 
     So a step trains the number behind the rounding by the gradient at the rounded one (straight through).
     """
     plan = {t.name: t for t in planned(model.config)}
-    kept = {p: p.detach().clone() for p in model.parameters()}
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {p: p.detach().clone() for p in learning.values()}
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in learning.items():
             p.copy_(stored(name, p, plan))
     try:
         yield

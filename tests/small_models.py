@@ -43,15 +43,15 @@ def drawn_ids(config: ModelConfig, rows: int, tokens: int, seed: int = 0) -> tor
 
 def public_model(dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Transformer:
     """That of the public vectors, in evaluation, or with its weights and another config of the same shapes."""
-    model = Transformer(config, IO["token_map"]).to(dtype)
+    model = Transformer(config, IO["token_map"], drafter=False).to(dtype)
     model.load_state_dict({name: w.to(dtype) for name, w in WEIGHTS.items()})
     return model.eval().requires_grad_(False)
 
 
-def drawn_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Transformer:
+def drawn_model(config: ModelConfig, dtype: torch.dtype = torch.float64, drafter: bool = False) -> Transformer:
     """Weights from a seed, none of them at a value where a part of the model would do nothing."""
     token_map = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
-    model = Transformer(config, token_map).to(dtype)
+    model = Transformer(config, token_map, drafter=drafter).to(dtype)
     with torch.no_grad():
         for i, (_, p) in enumerate(model.named_parameters()):
             noise = drawn(*p.shape, seed=i)

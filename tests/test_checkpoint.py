@@ -117,7 +117,7 @@ def test_nothing_larger_than_a_piece_is_in_hand(model, folder, tmp_path, monkeyp
 
 
 def test_images_and_text_give_what_the_quantised_weights_give(model, folder):
-    rounded = Transformer(CONFIG, model.token_map)
+    rounded = Transformer(CONFIG, model.token_map, drafter=False)
     rounded.load_state_dict({name: once(name, values) for name, values in model.state_dict().items()})
     loaded = load(folder, dtype=torch.float32)
     loaded.set_token_map(model.token_map)

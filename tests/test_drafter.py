@@ -16,7 +16,7 @@ WEIGHTS = load_file(VECTORS / "whole_A_weights.safetensors")
 
 @pytest.fixture(scope="module")
 def model():
-    model = Transformer(CONFIG, IO["token_map"], drafter=True).double()
+    model = Transformer(CONFIG, IO["token_map"]).double()
     model.load_state_dict({name: w.double() for name, w in WEIGHTS.items()})
     return model.eval().requires_grad_(False)
 
@@ -128,4 +128,4 @@ def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
 
 def test_without_a_drafter_speculation_is_refused():
     with pytest.raises(ValueError, match="expected a model with a drafter"):
-        generate(Transformer(CONFIG, IO["token_map"]), [[1]], 2, speculate=True)
+        generate(Transformer(CONFIG, IO["token_map"], drafter=False), [[1]], 2, speculate=True)

@@ -145,6 +145,19 @@ def test_the_command_writes_on(folder, monkeypatch, capsys):
     assert "5 tokens in" in err
 
 
+def test_the_command_drafts_unless_told_not_to(tmp_path, monkeypatch, capsys):
+    model = drawn_model(preset("mini").replace(n_routed_experts=4, moe_intermediate_size=32), torch.float32, True)
+    checkpoint.save(model, tmp_path / "mini", tokenizer=text.tokenizer())
+    asked, real = [], command.stream
+    monkeypatch.setattr(command, "stream", lambda *a, **o: asked.append(o["speculate"]) or real(*a, **o))
+    written = []
+    for more in ((), ("--no-draft",)):
+        run_command(monkeypatch, "--checkpoint", tmp_path / "mini", "--prompt", "And", "--max-new-tokens", 5, *more)
+        written.append(capsys.readouterr().out)
+    assert asked == [True, False]
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -129,7 +129,7 @@ def test_greedy_tokens(model):
 
 def test_what_a_deployed_cache_gives_back():
     """Rows, not all of them: one value on the other side of a rounding moves its row and every later one."""
-    model = Transformer(CONFIG, IO["token_map"], round_trips=True).double()
+    model = Transformer(CONFIG, IO["token_map"], round_trips=True, drafter=False).double()
     model.load_state_dict({name: w.double() for name, w in WEIGHTS.items()})
     with torch.no_grad():
         logits = model(IDS)
@@ -215,12 +215,13 @@ def test_compiled_seams_take_the_place_of_plain_ones(model, monkeypatch):
 # ---- names and sizes
 
 
+@pytest.mark.parametrize("drafter", [True, False])
 @pytest.mark.parametrize("name", ["v41_flash", "mini"])
-def test_the_model_is_the_plan(name):
+def test_the_model_is_the_plan(name, drafter):
     config = preset(name)
-    model = Transformer(config, device="meta")
+    model = Transformer(config, device="meta", drafter=drafter)
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    plan = [t for t in tensor_plan(config) if t.use != "scale" and not t.name.startswith("mtp.")]
+    plan = [t for t in tensor_plan(config) if t.use != "scale" and (drafter or not t.name.startswith("mtp."))]
     unpacked = {t.name: (*t.shape[:-1], t.shape[-1] * (2 if t.dtype == "I8" else 1)) for t in plan}
     assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == unpacked
     biases = sum(t.parameters for t in plan if t.name.endswith((".gate.bias", ".gate.bias_vl")))
@@ -231,7 +232,7 @@ def test_the_model_is_the_plan(name):
 def test_a_state_dict_round_trip_is_exact():
     model = drawn_model(SEEING, torch.float32)
     state = {name: t.clone() for name, t in model.state_dict().items()}
-    other = Transformer(SEEING, model.token_map)
+    other = Transformer(SEEING, model.token_map, drafter=False)
     other.load_state_dict(state)
     for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -270,7 +271,7 @@ def test_bad_image_rows_are_refused(model):
 
 def test_a_model_without_images_takes_text():
     config = CONFIG.replace(image_token_id=None)
-    model = Transformer(config, IO["token_map"])
+    model = Transformer(config, IO["token_map"], drafter=False)
     model.load_state_dict(WEIGHTS)
     assert (model(IDS) - IO["text.logits"]).abs().max() < 1e-4
     with pytest.raises(ValueError, match=r"image_rows of shape \[1, 64\]: expected \[0, 64\]"):

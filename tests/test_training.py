@@ -124,7 +124,7 @@ def test_teaching_brings_the_scores_to_the_attention():
 
 def test_loads_and_their_update():
     model = drawn_model(CONFIG)
-    loads, before = Loads(model), [layer.ffn.gate.bias.clone() for layer in model.layers]
+    loads, before = Loads(model.layers), [layer.ffn.gate.bias.clone() for layer in model.layers]
     other = [layer.ffn.gate.bias_vl.clone() for layer in model.layers]
     model(IDS[:, :30])
     counts = loads.update(0.01)

@@ -35,6 +35,20 @@ def role(config: ModelConfig, layer: int) -> str:
     return "reindex" if layer in config.index_source_layer_ids else "reuse"
 
 
+def fuse(q: Tensor) -> bool:
+    """Whether the kernels take these queries: on a GPU, in dtypes they know, and nobody needs their gradients."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float32) and not torch.is_grad_enabled()
+
+
+def visible_scores(q: Tensor, k: Tensor, w: Tensor, seen: Tensor) -> Tensor:
+    """`index_scores` of the entries seen, -inf for the others."""
+    if fuse(q):
+        from kernels.index_scores import fused_index_scores
+
+        return fused_index_scores(q, k, w, seen)
+    return hide(index_scores(q, k, w), seen)
+
+
 class Attention(nn.Module):
     """By a config and a layer's id; the drafter's block i is layer num_hidden_layers + i. Names as in checkpoints."""
 
@@ -98,7 +112,7 @@ class Attention(nn.Module):
         q, w = self.indexer.queries(x, qr, turn)
         if chunk.round_trips:
             q = indexer_round_trip(q)
-        scores = chunk.scores[self.layer] = hide(index_scores(q, chunk.keys[self.source], w), seen)
+        scores = chunk.scores[self.layer] = visible_scores(q, chunk.keys[self.source], w, seen)
         if chunk.dense:
             every = torch.arange(scores.shape[-1], device=seen.device)
             return torch.where(every < seen.unsqueeze(-1), every, -1)
@@ -114,6 +128,10 @@ class Attention(nn.Module):
         if self.ratio:
             entries, indices = chunk.entries[self.source], chunk.indices[self.index_source]
         of_entries = entries, indices, self.attn_sink, self.config.head_dim**-0.5
+        if fuse(q):
+            from kernels.sparse_attention import fused_sparse_attention
+
+            return fused_sparse_attention(q, *chunk.window(self.layer, latents), *of_entries)
         if not chunk.fresh:
             return sparse_attention(q, *chunk.window(self.layer, latents), *of_entries)
         o, p = banded_attention(q, latents, self.config.sliding_window, *of_entries)

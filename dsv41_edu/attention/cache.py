@@ -177,13 +177,15 @@ class Chunk:
     def window(self, layer: int, latents: Tensor) -> tuple[Tensor, Tensor]:
         """The ring and the chunk's own latents [B, S, D], as one array [B, W + S, D], and what each token sees of it.
 
-        That is int64 [B, S, W], -1 for what is before the sequence.
+        That is int64 [B, S, W], -1 for what is before the sequence. A fresh chunk has its own latents alone.
         """
         if self.seen is None:
             W = self.config.sliding_window
             p = self.positions.unsqueeze(-1) - torch.arange(W - 1, -1, -1, device=self.start.device)
             own = p - self.start.view(-1, 1, 1)
-            self.seen = torch.where(own >= 0, own + W, p % W).where(p >= 0, -1)
+            self.seen = own.clamp(min=-1) if self.fresh else torch.where(own >= 0, own + W, p % W).where(p >= 0, -1)
+        if self.fresh:
+            return latents, self.seen
         return torch.cat([self.cache.windows[layer], latents], dim=1), self.seen
 
     def publish(self, source: int, projected: Tensor, entries: Tensor, keys: Tensor) -> None:

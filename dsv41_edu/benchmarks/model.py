@@ -8,8 +8,12 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from dsv41_edu import checkpoint
+from dsv41_edu.attention.indexer import hide, index_scores
+from dsv41_edu.attention.sparse_attention import sparse_attention
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
 from dsv41_edu.benchmarks.harness import Case, Skip
 from dsv41_edu.config import ModelConfig, preset
 from dsv41_edu.generate import MINI
@@ -114,3 +118,77 @@ def cases() -> list[Case]:
         load = partial(checkpoint.load, MINI, dtype=torch.float32)
         found.append(Case("model.load", "the miniature, from its checkpoint", {"ours": load}))
     return found
+
+
+# ---- on a GPU
+
+
+def gpu_cases(dry: bool) -> list[GpuCase]:
+    """Attention to a window and 512 entries, and scores of all entries, of V4.1 with a context of 32,768 tokens."""
+    c, N = preset("v41_flash"), 64 if dry else 32_768
+    if dry:
+        c = c.replace(num_attention_heads=4, head_dim=64, index_n_heads=4, index_head_dim=32, index_topk=8)
+    cases = []
+    for S in (3,) if dry else (1, 64, 1024):
+        H, D = c.num_attention_heads, c.head_dim
+        work = f"q bf16 [{S}, {H}, {D}], a window of {c.sliding_window} and {c.index_topk} of {N} entries"
+        cases.append(GpuCase(f"sparse_attention.{S}", work, partial(_attention, c, S, N)))
+    for S in (3,) if dry else (1, 64, 1024):
+        work = f"q bf16 [{S}, {c.index_n_heads}, {c.index_head_dim}], keys of {N} entries"
+        cases.append(GpuCase(f"index_scores.{S}", work, partial(_scores, c, S, N)))
+    return cases
+
+
+def _drawn(device: torch.device, seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).bfloat16()
+
+
+def _contestants(ours: Callable, eager: Callable, arguments: tuple, device: torch.device) -> dict[str, Callable]:
+    found = {"ours": partial(ours, *arguments), "eager": partial(eager, *arguments)}
+    if device.type == "cuda":
+        found["compiled"] = partial(torch.compile(eager, dynamic=False), *arguments)
+    return found
+
+
+def _attention(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
+    from kernels.sparse_attention import fused_sparse_attention
+
+    H, D, W, K = c.num_attention_heads, c.head_dim, c.sliding_window, c.index_topk
+    q, window, entries = (_drawn(device, i, 1, n, D) for i, n in enumerate((S * H, W + S, N)))
+    near = torch.arange(S, device=device).unsqueeze(1) + torch.arange(1, W + 1, device=device)
+    chosen = torch.rand(S, N, generator=torch.Generator(device).manual_seed(3), device=device).topk(K).indices
+    sink, scale = torch.zeros(H, device=device), D**-0.5
+    arguments = q.view(1, S, H, D), window, near[None], entries, chosen.sort().values[None], sink, scale
+
+    def error():
+        some = min(S, 8)  # the float64 form copies each row that a token reads
+        first = [a if a.shape[:2] != (1, S) else a[:, :some] for a in arguments[:-1]]
+        exact = sparse_attention(*(a.double() if a.is_floating_point() else a for a in first), scale)
+        return {"rms": rms(fused_sparse_attention(*first, scale), exact)}
+
+    read = min(S * K, N) + W + S  # rows, each once
+    moved = 2 * D * (2 * S * H + read) + 8 * S * (W + K)
+    contestants = _contestants(fused_sparse_attention, sparse_attention, arguments, device)
+    return Running(contestants, error, moved, 4 * S * H * (W + K) * D)
+
+
+def _scores(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
+    from kernels.index_scores import fused_index_scores
+
+    def eager(q: Tensor, k: Tensor, w: Tensor, seen: Tensor) -> Tensor:
+        return hide(index_scores(q, k, w), seen)
+
+    H, D = c.index_n_heads, c.index_head_dim
+    q, k, w = _drawn(device, 0, 1, S, H, D), _drawn(device, 1, 1, N, D), _drawn(device, 2, 1, S, H)
+    arguments = q, k, w, torch.arange(N - S + 1, N + 1, device=device)[None]
+
+    def error():
+        some = min(S, 8)
+        first = [a if a.shape[:2] != (1, S) else a[:, :some] for a in arguments]
+        found, exact = fused_index_scores(*first), eager(*(a.double() for a in first[:3]), first[3])
+        visible = ~exact.isneginf()
+        return {"rms": rms(found[visible], exact[visible])}
+
+    moved = 2 * (q.numel() + k.numel() + w.numel()) + 8 * S + 4 * S * N
+    contestants = _contestants(fused_index_scores, eager, arguments, device)
+    return Running(contestants, error, moved, 2 * S * H * D * N)

@@ -9,7 +9,6 @@ and curves lie in `--folder` until it ends; then the weights go to dsv41_edu/dat
 """
 
 import argparse
-import hashlib
 import json
 import os
 import time
@@ -68,7 +67,7 @@ class Setup:
 def miniature() -> Transformer:
     """The model with its token map, weights not yet set."""
     vocabulary = CompressedVocabulary.of(text.tokenizer())
-    return Transformer(preset("mini"), torch.from_numpy(vocabulary.map))
+    return Transformer(preset("mini"), torch.from_numpy(vocabulary.map), drafter=False)
 
 
 def batch(setup: Setup, step: int) -> Tensor:
@@ -78,14 +77,19 @@ def batch(setup: Setup, step: int) -> Tensor:
     return ids[at + torch.arange(setup.context + 1)]
 
 
-def heldout(context: int, rows: int | None = None) -> list[Tensor]:
-    """The held-out text in rows of `context` predicted tokens, 16 at a time: all rows, or a few spread over it."""
-    ids = text.tokens("heldout")
+def in_rows(split: str, context: int, rows: int | None = None) -> list[Tensor]:
+    """A split of the text in rows of `context` predicted tokens, 16 at a time: all rows, or a few spread over it."""
+    ids = text.tokens(split)
     whole = ids[: (len(ids) - 1) // context * context + 1]
     found = torch.stack([whole[i : i + context + 1] for i in range(0, len(whole) - 1, context)])
     if rows is not None:
         found = found[torch.linspace(0, len(found) - 1, rows).long()]
     return list(found.split(16))
+
+
+def heldout(context: int, rows: int | None = None) -> list[Tensor]:
+    """`in_rows` of the held-out text."""
+    return in_rows("heldout", context, rows)
 
 
 def bits_per_byte(nats: float) -> float:
@@ -100,7 +104,7 @@ class Training:
         self.setup, self.model, self.step = setup, model, 0
         initialise(model, setup.seed)
         set_dropout(model, *setup.dropout)
-        self.loads = Loads(model)
+        self.loads = Loads(model.layers)
         self.optimizer = torch.optim.AdamW(
             groups(model, setup.decay, setup.table_rate), lr=setup.learning_rate, betas=(0.9, 0.95)
         )
@@ -197,7 +201,6 @@ def finish(training: Training) -> None:
     before = evaluate(model, every)
     checkpoint.save(model, WEIGHTS, tokenizer=text.tokenizer())
     after = evaluate(checkpoint.load(WEIGHTS, dtype=torch.float32), every)
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(WEIGHTS.glob("*.safetensors")))).hexdigest()
     tokens = training.setup.steps * training.setup.batch * training.setup.context
     result = {
         "setup": asdict(training.setup),
@@ -206,7 +209,6 @@ def finish(training: Training) -> None:
         "seconds": round(training.seconds),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits_per_byte": {"trained": bits_per_byte(before), "as stored": bits_per_byte(after)},
-        "sha256": digest,
         "curves": training.curves,
     }
     CURVES.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")

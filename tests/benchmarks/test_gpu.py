@@ -38,6 +38,7 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
     assert {"seam.3", "seam_backward.3"} <= set(names)
     engram = {"ngram_hash.3", "engram_rows.device.3", "engram_rows.host.3", "engram_gate.3", "engram_gate_backward.3"}
     assert engram <= set(names)
+    assert {"sparse_attention.3", "index_scores.3"} <= set(names)
     assert len({*names}) == len(names)
     for found in results["cases"]:
         assert "error" not in found, found
@@ -54,10 +55,12 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
         if found["name"] == "seam.3":
             assert max(found["difference"][name] for name in ("pre", "post", "comb")) < 1e-5
             assert max(found["difference"].values()) < 4e-3, "bf16"
-        if found["name"] in ("seam_backward.3", "engram_gate.3", "engram_gate_backward.3"):
+        if found["name"] in ("seam_backward.3", "engram_gate.3", "engram_gate_backward.3", "sparse_attention.3"):
             assert max(found["difference"].values()) < 4e-3, "bf16"
         if found["name"] == "engram_gate.3":
             assert found["difference"]["gate"] < 1e-5
+        if found["name"] == "index_scores.3":
+            assert found["difference"]["rms"] < 1e-5
         if found["name"].startswith(("ngram_hash", "engram_rows")):
             assert found["difference"] == {"equal": 1}
     assert "experts.mxfp4.3" in capsys.readouterr().out
