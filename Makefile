@@ -14,7 +14,7 @@ help:
 	@echo "make lab        open the pages in JupyterLab [LAB=--allow-root]"
 	@echo "make bench      time ours against the peers [NAMES='prefix ...']"
 	@echo "make experiments  train and simulate what the chapters plot [NAMES='moe ...']"
-	@echo "make train      train the miniature; stopped, it goes on where it was"
+	@echo "make train      train the miniature and its drafter; stopped, it goes on where it was"
 	@echo "make gpu        hold and time every kernel on a GPU; a dry run where there is none"
 	@echo "make mutants    change the modules one operator at a time and list what no test notices [MODULES='dsv41_edu.config ...']"
 	@echo "make format     format and lint the sources"
@@ -57,6 +57,7 @@ experiments: $(VENV)/ready
 
 train: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.experiments.mini
+	$(BIN)/python -m dsv41_edu.experiments.mini_drafter
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m dsv41_edu.benchmarks.gpu $(if $(shell command -v nvidia-smi),,--dry-run)

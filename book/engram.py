@@ -18,7 +18,6 @@ import unicodedata
 import numpy as np
 import torch
 from dsv41_edu.accounting import active
-from dsv41_edu.benchmarks import resources
 from dsv41_edu.claims import check, cite
 from dsv41_edu.config import preset
 from dsv41_edu.engram.gate import add_memory, signed_root_gate
@@ -28,7 +27,7 @@ from dsv41_edu.engram.table import EngramTable, TieredTable, most_frequent
 from dsv41_edu.engram.vocabulary import NORMALISE, CompressedVocabulary, real_tokenizer
 from dsv41_edu.experiments import engram_budget, engram_use, engram_zipf
 from dsv41_edu.figures import engram as draw
-from dsv41_edu.figures.benchmarks import measured, timings
+from dsv41_edu.figures.benchmarks import latencies, measured, registers, timings
 from dsv41_edu.figures.glue import say
 from dsv41_edu.figures.tables import table
 from dsv41_edu.generations import plan
@@ -457,8 +456,28 @@ verse = use["summary"]["passages"][0]
 draw.passage(verse["tokens"], verse["gates"])
 
 # %% [markdown]
-# And the loss with every gate shut, on the tokens that complete a frequent phrase of the training text, on names, and
-# on the rest. Nothing was trained again: it says what this model leans on, not what it needs.
+# Over all held-out tokens, by how often the training text has the n-gram that ends there: from ten times on, the more
+# often it was met, the wider the gate opens for what was learned of it.
+
+# %%
+least = [*use["setup"]["bins"]]
+named = [
+    "never",
+    *(f"{a} to {b - 1}" for a, b in itertools.pairwise(least[1:])),
+    f"{least[-1]} up",
+]
+table(
+    "n-gram|" + "|".join(named),
+    [
+        (f"{order}-grams", *(f"{mean:.2f} ± {two_sd:.2f}" for mean, two_sd in row))
+        for order, row in use["summary"]["gate_by_count"].items()
+    ],
+)
+
+# %% [markdown]
+# (Mean gate and two standard deviations over the seeds.) And the loss with every gate shut, on the tokens that complete
+# a frequent phrase of the training text, on names, and on the rest. Nothing was trained again: it says what this model
+# leans on, not what it needs.
 
 # %%
 rows_of = []
@@ -510,8 +529,8 @@ check("eng.zipf_tiers", share > 0.5 and held < 0.1)
 
 # %% [markdown]
 # A tier of {glue:text}`tier_rows` of the rows serves {glue:text}`tier_share` of the reads, pairs far more than
-# 4-grams. The package has the three places: in memory, mapped from a shard of the official layout without loading it,
-# and tiered, with the same answers from each:
+# 4-grams. The package has the three places: in memory, in a shard of the official layout that is never loaded, and
+# tiered, with the same answers from each:
 
 # %%
 payload, scales = fp8_rows_encode(torch.from_numpy(generator.standard_normal((4096, 256))))
@@ -524,15 +543,23 @@ with Prefetcher(hot) as prefetcher:
 table("prefetched from 64 hot rows of 4096|value", [("equal to a direct read", str(same))])
 
 # %% [markdown]
-# Measured on a mapped file of several gigabytes, in memory, and prefetched behind a product of matrices; with the
-# hash beside the published demonstration's way to do it:
+# Measured on a file of several gigabytes, in memory, and prefetched behind a product of matrices; with the hash beside
+# the published demonstration's way to do it:
 
 # %%
 say(measured=measured("engram."))
 timings("engram.")
 
 # %% [markdown]
-# On {glue:text}`measured`.
+# On {glue:text}`measured`. What a single look-up waits for, when the system holds the file's pages (warm) and when it
+# has to ask the disk (cold). Memory is what the process grew by: the rows asked for, and nothing of the file.
+
+# %%
+say(latency_measured=measured("latency.engram"))
+latencies("latency.engram")
+
+# %% [markdown]
+# On {glue:text}`latency_measured`.
 #
 # ## Fuse it
 #
@@ -557,19 +584,7 @@ named = ("hash, exact", hashes), ("rows, to the bit", exact), ("gate, to 1e-5", 
 table("fused and reference|agree", [(name, str(found)) for name, found in named])
 
 # %%
-targets = ("sm_80", "sm_90", "sm_100", "gfx942")
-used = [
-    r
-    for m in ("ngram_hash", "engram_rows", "engram_gate")
-    for r in resources.read(f"kernels.{m}")
-]
-assert not any(row["spilled"] for row in used)
-registers = {(row["build"], row["target"]): row["registers"] for row in used}
-builds = dict.fromkeys(row["build"] for row in used)
-table(
-    "registers a thread|" + "|".join(targets),
-    [(b, *(registers.get((b, t), "none") for t in targets)) for b in builds],
-)
+registers("ngram_hash", "engram_rows", "engram_gate")
 
 # %% [markdown]
 # ## Break it

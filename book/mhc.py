@@ -14,12 +14,11 @@ import math
 
 import numpy as np
 import torch
-from dsv41_edu.benchmarks import resources
 from dsv41_edu.claims import check, cite
 from dsv41_edu.config import preset
 from dsv41_edu.experiments import mhc_depth
 from dsv41_edu.figures import mhc as draw
-from dsv41_edu.figures.benchmarks import measured, timings
+from dsv41_edu.figures.benchmarks import measured, registers, timings
 from dsv41_edu.figures.glue import say
 from dsv41_edu.figures.tables import table
 from dsv41_edu.mhc import traffic
@@ -653,16 +652,7 @@ table("output|dtype|relative error within its bound", rows)
 # gradient of `fn` over tokens in a fixed order too. Compiled for real targets at the official size, nothing spills:
 
 # %%
-targets = ("sm_80", "sm_90", "sm_100", "gfx942")
-modules = ("seam", "seam_backward", "multi_pass", "hyper_connections", "sinkhorn")
-used = [row for module in modules for row in resources.read(f"kernels.{module}")]
-assert not any(row["spilled"] for row in used)
-registers = {(row["build"], row["target"]): row["registers"] for row in used}
-builds = dict.fromkeys(row["build"] for row in used)
-table(
-    "registers a thread|" + "|".join(targets),
-    [(b, *(registers.get((b, t), "none") for t in targets)) for b in builds],
-)
+registers("seam", "seam_backward", "multi_pass", "hyper_connections", "sinkhorn")
 
 # %% [markdown]
 # ## Serve it

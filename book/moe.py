@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from dsv41_edu.accounting import active, totals
 from dsv41_edu.accounting import expert as one_expert
-from dsv41_edu.benchmarks import resources
 from dsv41_edu.claims import check, cite
 from dsv41_edu.config import preset
 from dsv41_edu.experiments import balancing, modality
 from dsv41_edu.figures import moe as draw
-from dsv41_edu.figures.benchmarks import measured, timings
+from dsv41_edu.figures.benchmarks import measured, registers, timings
 from dsv41_edu.figures.glue import say
 from dsv41_edu.figures.tables import table
 from dsv41_edu.generations import plan
@@ -551,15 +550,7 @@ table("fused gate, 8 tokens|elements loaded|stored|bytes", rows)
 # for real targets without one of them at hand, nothing spills:
 
 # %%
-targets = ("sm_80", "sm_90", "sm_100", "gfx942")
-used = resources.read("kernels.gate") + resources.read("kernels.experts")
-assert not any(row["spilled"] for row in used)
-registers = {(row["build"], row["target"]): row["registers"] for row in used}
-builds = dict.fromkeys(row["build"] for row in used)
-table(
-    "registers a thread|" + "|".join(targets),
-    [(b, *(registers[b, t] for t in targets)) for b in builds],
-)
+registers("gate", "experts")
 
 # %% [markdown]
 # On a CPU the experts are grouped: pairs sorted by expert, one product for all. Beside the naive loop and the public

@@ -238,7 +238,7 @@ def plan_of(folder: Path, config: ModelConfig) -> list[Planned]:
 
 def read_token_map(tokenizer: Path, config: ModelConfig) -> Tensor:
     """Compressed ids [V]. Raises ValueError for a tokenizer that isn't the config's."""
-    vocabulary = CompressedVocabulary.from_file(tokenizer, config.vocab_size)
+    vocabulary = CompressedVocabulary.cached(tokenizer, config.vocab_size)
     if vocabulary.size != config.engram_compressed_vocab_size:
         raise ValueError(
             f"{tokenizer}: {vocabulary.size} compressed ids, expected engram_compressed_vocab_size "

@@ -27,7 +27,7 @@ class Draft(NamedTuple):
     """What the drafter proposes; g is `dspark_block_size`."""
 
     ids: Tensor  # int64 [B, g + 1]: y_0, then the drafts
-    logits: Tensor  # [B, g, V]: what draft i + 1 was taken from
+    logits: Tensor | None  # [B, g, V]: draft i + 1 was drawn from softmax(logits / temperature); none if greedy
     confidence: Tensor  # [B, g]: logits that draft i + 1 is accepted, given those before it
     base: Tensor  # [B, g, V]: logits without the Markov head
     hidden: Tensor  # [B, g, d]: collapsed, before the norm
@@ -85,21 +85,23 @@ class Drafter(nn.ModuleList):
         cache: Cache,
         embed: nn.Embedding,
         logits: Callable[[Tensor], Tensor],
-        draw: Callable[[Tensor], Tensor],
+        temperature: float,
+        u: Tensor | None,
         seams: tuple[Callable, Callable],
         round_trips: bool = False,
     ) -> Draft:
         """Drafts after `tokens`, int64 [B], each row's next token, which the cache doesn't have yet.
 
-        embed, logits: the backbone's; draw: ids int64 [B] of logits [B, V].
+        embed, logits: the backbone's; temperature and u [B, g]: as of `MarkovHead.step`, for each draft.
         """
         c, last = self.config, self[-1]
         noise = torch.full((len(tokens), c.dspark_block_size - 1), c.dspark_noise_token_id, device=tokens.device)
         x = self.hidden(torch.cat([tokens.unsqueeze(1), noise], dim=1), cache, embed, seams, round_trips)
-        base, ids, corrected = logits(last.norm(x)), [tokens], []
+        base, ids, laws = logits(last.norm(x)), [tokens], []
         for i in range(c.dspark_block_size):
-            corrected.append(base[:, i] + last.markov_head(ids[-1]))
-            ids.append(draw(corrected[-1]))
+            drawn, law = last.markov_head.step(base[:, i], ids[-1], temperature, None if u is None else u[:, i])
+            ids.append(drawn)
+            laws.append(law)
         ids = torch.stack(ids, dim=1)
         confidence = last.confidence_head(x, last.markov_head.embed(ids[:, :-1]))
-        return Draft(ids, torch.stack(corrected, dim=1), confidence, base, x)
+        return Draft(ids, None if temperature == 0 else torch.stack(laws, dim=1), confidence, base, x)

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from dsv41_edu import checkpoint
 from dsv41_edu.attention.cache import Cache
-from dsv41_edu.dspark.verification import Verified, block_verify, greedy_verify, sample
+from dsv41_edu.drafter import Draft
+from dsv41_edu.dspark.verification import Verified, block_verify, greedy_verify
 from dsv41_edu.model import Transformer
 from dsv41_edu.vision import merged, span_length
 
@@ -118,17 +119,19 @@ class Chance:
         """softmax(logits / temperature) in fp64."""
         return (logits.double() / self.temperature).softmax(-1)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """A draft's ids, int64 [B], of logits [B, V]."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        u = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for g in self.drafting])
-        return sample(self.probabilities(logits), u.to(logits.device))
+    def draft(self, model: Transformer, token: Tensor, cache: Cache) -> Draft:
+        """What the model's drafter proposes after the tokens, int64 [B], the image token never."""
+        u = None
+        if self.temperature:
+            size = model.config.dspark_block_size
+            u = torch.stack([torch.rand(size, dtype=torch.float64, generator=g) for g in self.drafting])
+            u = u.to(token.device)
+        return model.draft(token, cache, self.temperature, u, partial(possible, model))
 
-    def verify(self, logits: Tensor, drafts: Tensor, q: Tensor) -> Verified:
+    def verify(self, logits: Tensor, drafts: Tensor, q: Tensor | None) -> Verified:
         """How many drafts each row accepts and the token after them, of the model's logits [B, g + 1, V].
 
-        drafts int64 [B, g], from logits q [B, g, V]; without drafts, g = 0, the next token.
+        drafts int64 [B, g], from logits q [B, g, V], at temperature 0 not needed; g = 0: the next token.
         """
         if self.temperature == 0:
             return greedy_verify(logits, None, drafts, None)
@@ -198,7 +201,7 @@ def stream(
         while any(left):
             block = token.unsqueeze(1)
             if speculate:
-                draft = model.draft(token, cache, chance.draw, partial(possible, model))
+                draft = chance.draft(model, token, cache)
                 block, q = draft.ids, draft.logits
             run = model.run(block, cache, features=speculate)
             accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q)

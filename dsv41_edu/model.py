@@ -191,15 +191,17 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         cache: Cache,
-        draw: Callable[[Tensor], Tensor],
+        temperature: float = 0.0,
+        u: Tensor | None = None,
         logits: Callable[[Tensor], Tensor] | None = None,
     ) -> Draft:
         """What the drafter proposes after `tokens`, int64 [B], which the cache doesn't have yet; see `Drafter`.
 
-        The cache must have been filled by runs with `features`. draw: ids int64 [B] of logits [B, V]; logits: of
-        hidden states, by default `self.logits`.
+        The cache must have been filled by runs with `features`. The likeliest tokens at temperature 0; above it drawn
+        by u, fp64 [B, g] in [0, 1). logits: of hidden states, by default `self.logits`.
         """
-        return self.mtp(tokens, cache, self.embed, logits or self.logits, draw, self.seams, self.round_trips)
+        given = tokens, cache, self.embed, logits or self.logits, temperature, u
+        return self.mtp(*given, self.seams, self.round_trips)
 
     def engram_rows(self, ids: Tensor, image_mask: Tensor | None, chunk: Chunk) -> dict[int, Tensor]:
         """Rows int64 [B, S, columns] of each Engram layer: known before the first layer runs."""

@@ -21,10 +21,6 @@ def model():
     return model.eval().requires_grad_(False)
 
 
-def likeliest(logits):
-    return logits.argmax(-1)
-
-
 def filled(model, ids, capacity=60):
     cache = model.cache(len(ids), capacity)
     cache.commit(model.run(ids, cache, features=True).chunk, torch.full((len(ids),), ids.shape[1]))
@@ -37,14 +33,15 @@ def test_public_drafts(model, prompt, last):
     for step, t in enumerate(range(prompt, last)):
         run = model.run(IDS[:, t : t + 1], cache, features=True)
         cache.commit(run.chunk, torch.tensor([1, 1]))
-        draft = model.draft(IDS[:, t + 1], cache, likeliest)
+        draft = model.draft(IDS[:, t + 1], cache)
 
         def expected(name, step=step):
             return IO[f"drafter{prompt}.{name}"][step]
 
         assert torch.equal(draft.ids, expected("draft_ids").long())
         torch.testing.assert_close(draft.base, expected("base_logits"), atol=1e-10, rtol=0)
-        torch.testing.assert_close(draft.logits, expected("corrected_logits"), atol=1e-10, rtol=0)
+        corrected = draft.base + model.mtp[-1].markov_head(draft.ids[:, :-1])
+        torch.testing.assert_close(corrected, expected("corrected_logits"), atol=1e-10, rtol=0)
         torch.testing.assert_close(draft.confidence, expected("confidence_logits"), atol=1e-10, rtol=0)
         torch.testing.assert_close(draft.hidden, expected("collapsed").double(), atol=2e-6, rtol=2e-6)
         features = expected("target_features").double()
@@ -64,17 +61,17 @@ def test_the_drafter_is_the_plan(name):
 
 def test_a_draft_leaves_the_cache_as_it_was(model):
     cache, untouched = filled(model, IDS[:, :11]), filled(model, IDS[:, :11])
-    model.draft(IDS[:, 11], cache, likeliest)
+    model.draft(IDS[:, 11], cache)
     assert_same_cache(cache, untouched)
 
 
 def test_rows_of_other_lengths_are_each_as_alone(model):
     cache, lengths = model.cache(2, 60), torch.tensor([17, 4])
     cache.commit(model.run(IDS[:, :17], cache, lengths, features=True).chunk, lengths)
-    both = model.draft(IDS[:, 30], cache, likeliest)
+    both = model.draft(IDS[:, 30], cache)
     for row, n in enumerate(lengths.tolist()):
-        alone = model.draft(IDS[row : row + 1, 30], filled(model, IDS[row : row + 1, :n]), likeliest)
-        torch.testing.assert_close(both.logits[row], alone.logits[0], atol=1e-10, rtol=0)
+        alone = model.draft(IDS[row : row + 1, 30], filled(model, IDS[row : row + 1, :n]))
+        torch.testing.assert_close(both.base[row], alone.base[0], atol=1e-10, rtol=0)
 
 
 def test_each_query_sees_the_ring_and_the_whole_block(model):
@@ -96,10 +93,10 @@ def test_each_query_sees_the_ring_and_the_whole_block(model):
 
 def test_slots_that_hold_nothing_are_not_seen(model):
     cache = filled(model, IDS[:1, :3])
-    before = model.draft(IDS[:1, 3], cache, likeliest).logits
+    before = model.draft(IDS[:1, 3], cache).base
     for i in range(CONFIG.num_nextn_predict_layers):
         cache.windows[CONFIG.num_hidden_layers + i][:, 3:] = 7.0
-    assert torch.equal(model.draft(IDS[:1, 3], cache, likeliest).logits, before)
+    assert torch.equal(model.draft(IDS[:1, 3], cache).base, before)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -115,10 +112,10 @@ def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
     prompt = IDS[0, :18].tolist()
     plain = generate(model, [prompt], 20)[0]
 
-    def oracle(tokens, cache, draw, logits=None):
+    def oracle(tokens, cache, *_):
         at = int(cache.lengths[0]) - len(prompt)
         ids = torch.tensor([[*plain[at:], 0, 0, 0, 0][:5]])
-        return type("Draft", (), {"ids": ids, "logits": torch.zeros(1, 4, CONFIG.vocab_size)})
+        return type("Draft", (), {"ids": ids, "logits": None})
 
     monkeypatch.setattr(model, "draft", oracle)
     took = Summary()

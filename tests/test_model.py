@@ -292,3 +292,11 @@ def test_bad_token_maps_are_refused(model):
 def test_another_generation_is_refused():
     with pytest.raises(ValueError, match="model_type = 'deepseek_v4': expected 'deepseek_v41'"):
         Transformer(preset("v4_flash"), device="meta")
+
+
+def test_compiled_seams_give_the_same():
+    model = public_model(torch.float32)
+    expected = model(IDS[:, :12])
+    model.compile_seams()
+    torch.testing.assert_close(model(IDS[:, :12]), expected, atol=1e-4, rtol=1e-4)
+    assert all(hasattr(seam, "_torchdynamo_orig_callable") for seam in model.seams)

@@ -131,3 +131,12 @@ def test_dense_with_a_cache():
         cache.commit(run.chunk, torch.full((2,), ids.shape[1]))
         parts.append(run.hidden)
     assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-10
+
+
+def test_a_lesson_begins_a_sequence():
+    model = public_model()
+    cache = model.cache(2, 20)
+    model.run(IDS[:, :4], cache, teach=True)
+    cache.commit(model.run(IDS[:, :4], cache).chunk, torch.tensor([4, 4]))
+    with pytest.raises(ValueError, match="teach: expected an empty cache"):
+        model.run(IDS[:, 4:8], cache, teach=True)

@@ -1,14 +1,17 @@
-"""The scheduler beside a walk over sorted slots, block verification beside the whole batch at once."""
+"""The scheduler beside a walk over sorted slots, block verification beside the whole batch at once; the kernels."""
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
 from dsv41_edu.benchmarks.harness import Case
+from dsv41_edu.dspark.heads import MarkovHead
 from dsv41_edu.dspark.scheduler import FLOOR, schedule
-from dsv41_edu.dspark.verification import Verified, block_verify
+from dsv41_edu.dspark.verification import Verified, block_verify, sample
 
 REQUESTS, DRAFTS = 4096, 5
 ROWS, VOCABULARY = 256, 129_280
@@ -44,8 +47,8 @@ def at_once(p: Tensor, q: Tensor, drafts: Tensor, draws: Tensor) -> Verified:
     left = (w[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)
     total = left.sum(-1)
     a = torch.cat([total[:, 1:] / (total[:, 1:] + 1 - w[:, 1:-1]), w[:, -1:]], 1).nan_to_num(1.0)
-    accepted = ((draws[:, :-1] < a) * torch.arange(1, g + 1)).amax(1)
-    weights = torch.cat([left, p[:, -1:]], 1)[torch.arange(B), accepted]
+    accepted = ((draws[:, :-1] < a) * torch.arange(1, g + 1, device=p.device)).amax(1)
+    weights = torch.cat([left, p[:, -1:]], 1)[torch.arange(B, device=p.device), accepted]
     sums = weights.cumsum(-1)
     following = torch.searchsorted(sums, draws[:, -1:] * sums[:, -1:], right=True).squeeze(-1)
     return Verified(accepted, following)
@@ -83,3 +86,112 @@ def cases() -> list[Case]:
         Case("dspark.schedule", f"{REQUESTS} requests, {DRAFTS} drafts each", schedulers),
         Case("dspark.verify", f"{ROWS} blocks of {DRAFTS} drafts, V={VOCABULARY}, fp32 CPU", verifiers),
     ]
+
+
+# ---- on a GPU
+
+
+def gpu_cases(dry: bool) -> list[GpuCase]:
+    """A step of the Markov head, greedy and drawn; block verification; the scheduler."""
+    V, rank = (300, 24) if dry else (VOCABULARY, 256)
+    cases = []
+    for B in (3,) if dry else (1, 256):
+        for name, temperature in (("likeliest", 0.0), ("drawn", 0.7)):
+            work = f"base fp32 [{B}, {V}], E and H bf16 [{V}, {rank}], temperature {temperature}"
+            cases.append(GpuCase(f"markov.{name}.{B}", work, partial(_markov, B, V, rank, temperature)))
+    for B in (3,) if dry else (16, ROWS):
+        work = f"p fp32 [{B}, {DRAFTS + 1}, {V}], q fp32 [{B}, {DRAFTS}, {V}]"
+        cases.append(GpuCase(f"verify.block.{B}", work, partial(_verify, B, V)))
+    for R in (3,) if dry else (256, REQUESTS):
+        work = f"confidence fp64 [{R}, {DRAFTS}], step_rate fp64 [{R * (DRAFTS + 1) + 1}]"
+        cases.append(GpuCase(f"schedule.{R}", work, partial(_schedule, R)))
+    return cases
+
+
+def _contestants(ours: Callable, eager: Callable, given: tuple, device: torch.device) -> dict[str, Callable]:
+    found = {"ours": ours, "eager": partial(eager, *given)}
+    if device.type == "cuda":
+        found["compiled"] = partial(torch.compile(eager, dynamic=False), *given)
+    return found
+
+
+def _markov(B: int, V: int, rank: int, temperature: float, device: torch.device) -> Running:
+    from kernels.markov import fused_markov
+
+    g = torch.Generator(device).manual_seed(0)
+    with torch.device(device):
+        head = MarkovHead(V, rank).bfloat16().requires_grad_(False)
+        for weight in head.parameters():
+            weight.normal_(std=rank**-0.25, generator=g)
+        base, tokens = torch.randn(B, V, generator=g), torch.randint(0, V, (B,), generator=g)
+        u = torch.rand(B, dtype=torch.float64, generator=g) if temperature else None
+
+    def eager(base, tokens, u):
+        logits = base + head(tokens)
+        if u is None:
+            return logits.argmax(-1), None
+        return sample((logits.double() / temperature).softmax(-1), u), logits
+
+    weights = head.embed.weight, head.head.weight
+    ours = partial(fused_markov, base, tokens, *weights, temperature, u)
+
+    def error():
+        ids, logits = ours()
+        exact = base.double() + weights[0][tokens].double() @ weights[1].double().T
+        if u is None:
+            return {"ids_equal": (ids == exact.argmax(-1)).double().mean().item()}
+        wanted = sample((exact / temperature).softmax(-1), u)
+        return {"ids_equal": (ids == wanted).double().mean().item(), "rms": rms(logits, exact)}
+
+    moved = 2 * V * rank + 2 * B * rank + 4 * B * V * (1 if u is None else 2) + 16 * B
+    return Running(_contestants(ours, eager, (base, tokens, u), device), error, moved, 2 * B * V * rank)
+
+
+def _verify(B: int, V: int, device: torch.device) -> Running:
+    from kernels.verify import fused_verify
+
+    g = torch.Generator(device).manual_seed(0)
+    with torch.device(device):
+        logits = torch.randn(B, DRAFTS + 1, V, generator=g)
+        q = (logits[:, :-1] + 0.3 * torch.randn(B, DRAFTS, V, generator=g)).softmax(-1)
+        p = logits.softmax(-1)
+        drafts = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(B, DRAFTS)
+        lengths, u = torch.full((B,), DRAFTS), torch.rand(B, DRAFTS + 1, dtype=torch.float64, generator=g)
+    ours = partial(fused_verify, p, q, drafts, lengths, u, by_block=True)
+    contestants = _contestants(ours, at_once, (p, q, drafts, u), device)
+
+    def error():
+        some = slice(0, None, max(1, B // 16))
+        exact = at_once(*(x / x.sum(-1, True) for x in (p[some].double(), q[some].double())), drafts[some], u[some])
+        pairs = zip(("accepted_equal", "next_equal"), ours(), exact, strict=False)
+        return {name: (found[some] == wanted).double().mean().item() for name, found, wanted in pairs}
+
+    moved = 4 * (p.numel() + q.numel()) + 8 * (drafts.numel() + u.numel() + 3 * B)
+    return Running(contestants, error, moved, 5 * q.numel())
+
+
+def by_sorting(confidence: Tensor, step_rate: Tensor) -> Tensor:
+    """Lengths by algorithm 1 in torch alone, on any device, which is never waited for."""
+    R, g = confidence.shape
+    slots = confidence.cumprod(1).T.flatten()  # in the order of equals
+    falling, order = slots.sort(descending=True, stable=True)
+    theta = (falling.cumsum(0) + R) * step_rate[R + 1 : R + 1 + R * g]
+    theta = torch.cat([R * step_rate[R : R + 1], theta.where(falling >= FLOOR, float("-inf"))])
+    budget = (theta[1:] > theta[:-1]).long().cumprod(0).sum()
+    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(R * g, device=order.device))
+    return (ranks < budget).view(g, R).sum(0)
+
+
+def _schedule(R: int, device: torch.device) -> Running:
+    from kernels.admission import fused_schedule
+
+    confidence = np.random.default_rng(0).beta(4, 1, (R, DRAFTS))
+    step_rate = 1 / (1 + np.arange(R * (DRAFTS + 1) + 1) / (4 * R))
+    given = tuple(torch.from_numpy(x).to(device) for x in (confidence, step_rate))
+    ours = partial(fused_schedule, *given)
+
+    def error():
+        return {"equal": float((ours().cpu().numpy() == schedule(confidence, step_rate)).mean())}
+
+    moved = 8 * (confidence.size + step_rate.size + R)
+    return Running(_contestants(ours, by_sorting, given, device), error, moved, 3 * confidence.size)

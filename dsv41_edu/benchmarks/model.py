@@ -16,10 +16,12 @@ from dsv41_edu.attention.sparse_attention import sparse_attention
 from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
 from dsv41_edu.benchmarks.harness import Case, Skip
 from dsv41_edu.config import ModelConfig, preset
-from dsv41_edu.generate import MINI
+from dsv41_edu.experiments import text
+from dsv41_edu.generate import MINI, generate
 from dsv41_edu.model import Transformer
 
 PROMPT = 512
+PROMPT_TEXT, WRITTEN = "In the beginning", 120
 
 
 def sizes() -> ModelConfig:
@@ -78,6 +80,14 @@ def lazily(build: Callable[[], Callable]) -> Callable:
     return lambda: built()()
 
 
+def writer(load: Callable[[], Transformer], speculate: bool) -> Callable:
+    """The shipped miniature writing on, with compiled seams."""
+    model = load()
+    model.compile_seams()
+    prompt = [model.config.bos_token_id, *text.tokenizer().encode(PROMPT_TEXT, add_special_tokens=False).ids]
+    return partial(generate, model, [prompt], WRITTEN, speculate=speculate)
+
+
 def cases() -> list[Case]:
     """A prompt, a token, a token after longer contexts, the full model without memory, the shipped weights."""
     c, ids = sizes(), torch.arange(PROMPT).unsqueeze(0)
@@ -117,6 +127,9 @@ def cases() -> list[Case]:
     if MINI.exists():
         load = partial(checkpoint.load, MINI, dtype=torch.float32)
         found.append(Case("model.load", "the miniature, from its checkpoint", {"ours": load}))
+        ways = {"with the drafter": True, "without": False}
+        writers = {name: lazily(partial(writer, load, speculate)) for name, speculate in ways.items()}
+        found.append(Case("model.draft", f"{WRITTEN} tokens of the miniature after a prompt, greedy, B=1", writers))
     return found
 
 
@@ -127,7 +140,8 @@ def gpu_cases(dry: bool) -> list[GpuCase]:
     """Attention to a window and 512 entries, and scores of all entries, of V4.1 with a context of 32,768 tokens."""
     c, N = preset("v41_flash"), 64 if dry else 32_768
     if dry:
-        c = c.replace(num_attention_heads=4, head_dim=64, index_n_heads=4, index_head_dim=32, index_topk=8)
+        small = {"num_attention_heads": 8, "head_dim": 64, "qk_rope_head_dim": 16, "index_n_heads": 4}
+        c = c.replace(index_head_dim=32, index_topk=8, **small)
     cases = []
     for S in (3,) if dry else (1, 64, 1024):
         H, D = c.num_attention_heads, c.head_dim

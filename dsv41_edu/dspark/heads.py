@@ -4,12 +4,20 @@
     confidence:  c_i = w . [x_i, E[y_i]]                   sigmoid(c_i): is draft i accepted, if those before it are
 
 The block is drafted at once, so its base logits don't know which tokens were drawn before them; the Markov head tells
-them the one just before, at the price of a row and a product with r columns. Source: DSpark 3.2, 3.3; V4.1 report.
+them the one just before, at the price of a row and a product with r columns. On a GPU a step of it, from the token
+before to the draft, is one fused path. Source: DSpark 3.2, 3.3; V4.1 report.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dsv41_edu.dspark.verification import sample
+
+
+def fuse(base: Tensor) -> bool:
+    """Whether the fused step serves: on a GPU, for fp32 logits, without gradients."""
+    return base.is_cuda and base.dtype == torch.float32 and not torch.is_grad_enabled()
 
 
 class MarkovHead(nn.Module):
@@ -25,6 +33,23 @@ class MarkovHead(nn.Module):
         rows = self.embed(tokens)
         wide = torch.promote_types(rows.dtype, torch.float32)
         return F.linear(rows.to(wide), self.head.weight.to(wide))
+
+    def step(
+        self, base: Tensor, tokens: Tensor, temperature: float = 0.0, u: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The drafts after tokens, int64 [B] both, from base logits [B, V]; and the logits [B, V] of their law.
+
+        At temperature 0 the likeliest, the lowest id of equals: no law, None. Above it a draw from the softmax of
+        logits / temperature in fp64, by u, fp64 [B] in [0, 1).
+        """
+        if fuse(base):
+            from kernels.markov import fused_markov
+
+            return fused_markov(base, tokens, self.embed.weight, self.head.weight, temperature, u)
+        logits = base + self(tokens)
+        if temperature == 0:
+            return logits.argmax(-1), None
+        return sample((logits.double() / temperature).softmax(-1), u), logits
 
 
 class ConfidenceHead(nn.Module):

@@ -18,9 +18,15 @@ from collections import deque
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 FLOOR = 1e-6  # a draft that survives less often is never verified
 DELAY = 2  # steps from a confidence to the budget that it makes
+
+
+def fuse(confidence: ArrayLike | Tensor) -> bool:
+    """Whether the fused kernels serve: for a tensor on a GPU."""
+    return isinstance(confidence, Tensor) and confidence.is_cuda
 
 
 def survival(confidence: ArrayLike) -> np.ndarray:
@@ -63,14 +69,21 @@ def fill(survivals: np.ndarray, budget: int) -> np.ndarray:
     return np.bincount(np.append(above, equal) % R, minlength=R)
 
 
-def schedule(confidence: ArrayLike, step_rate: ArrayLike | None, early_stop: bool = True) -> np.ndarray:
+def schedule(
+    confidence: ArrayLike | Tensor, step_rate: ArrayLike | Tensor | None, early_stop: bool = True
+) -> np.ndarray | Tensor:
     """The drafts of each request to verify, int64 [R], by algorithm 1, or without `early_stop` by the global search.
 
     confidence: [R, g], chances. step_rate: fp [N], steps a second with 0, 1, ..., N - 1 positions in the batch, those
     after the drafts counted; no more than N - 1 can run. None: no cost is known, all drafts are verified. No requests
     have no lengths. The global search is lossless only over confidences that don't know these drafts: see `Delayed`.
+    Of tensors on a GPU the lengths are one there; their values aren't checked, for which the host would have to wait.
     Raises ValueError for a rate that isn't positive and finite, fewer positions than requests, and as `survival`.
     """
+    if step_rate is not None and fuse(confidence):
+        from kernels.admission import fused_schedule
+
+        return fused_schedule(confidence, step_rate, early_stop)
     survivals = survival(confidence)
     if step_rate is None:
         return np.full(len(survivals), survivals.shape[1])

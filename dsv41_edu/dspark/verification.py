@@ -23,10 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = 1 << 17  # numbers of a law's rows that are fp64 at a time: they stay in a core's cache
+PIECE = 1 << 17  # numbers of each law that are fp64 at a time: its passes find them in a core's cache
 TOLERANCE = 1e-4  # of a law's sum: a softmax in fp32 over a large vocabulary misses 1 by up to a tenth of it
 
 Draws = Tensor | Sequence[torch.Generator]
+
+
+def fuse(p: Tensor) -> bool:
+    """Whether the fused kernels serve: on a GPU. They compute in fp64, too."""
+    return p.is_cuda
 
 
 class Verified(NamedTuple):
@@ -57,10 +62,12 @@ def block_chances(p: Sequence[Tensor], q: Sequence[Tensor], drafts: Tensor) -> t
     w = a.new_ones(len(a), drafts.shape[1] + 1)
     for i in range(drafts.shape[1]):
         target, drawn, before = p[i], q[i], w[:, i]
-        if i:
+        if i and (before < 1).any():
             S = (before.unsqueeze(1) * target).sub_(drawn).clamp_(min=0).sum(1)
             rest = S + (1 - before)
             a[:, i - 1] = torch.where(rest > 0, S / rest, 1.0)
+        elif i:
+            a[:, i - 1] = 1  # whatever S is
         w[:, i + 1] = (before * _of(target, drafts[:, i]) / _of(drawn, drafts[:, i])).clamp(max=1)
     a[:, -1:] = w[:, 1:][:, -1:]
     return a, w
@@ -82,7 +89,9 @@ TOKEN_BY_TOKEN, BLOCK = Rule(token_chances, leading), Rule(block_chances, last)
 def residual(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
     """max(w p - q, 0), not normalised, [B, V]; w [B]. p itself where rounding leaves nothing."""
     left = (w.unsqueeze(-1) * p).sub_(q).clamp_(min=0)
-    return torch.where(left.any(-1, keepdim=True), left, p)
+    nothing = left.amax(-1) == 0
+    left[nothing] = p[nothing]
+    return left
 
 
 def rejection_verify(p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | None, draws: Draws) -> Verified:
@@ -138,6 +147,8 @@ def _verify(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | 
     if excluded.any():
         raise ValueError(f"drafts{_first(excluded)} = {drafts[excluded][0]} has q = 0: expected a token drawn from q")
     u = _uniforms(draws, lengths, drafts.shape[1])
+    if fuse(p):
+        return _fused(rule, p, q, drafts, lengths, u)
     found = Verified(torch.empty_like(lengths), torch.empty_like(lengths))
     for n in lengths.unique().tolist():
         for rows in (lengths == n).nonzero().squeeze(1).split(max(1, PIECE // p.shape[2])):
@@ -152,18 +163,33 @@ def _verify(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | 
     return found
 
 
+def _fused(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, u: Tensor) -> Verified:
+    from kernels.verify import fused_verify
+
+    accepted, following, totals = fused_verify(p, q, drafts, lengths, u, by_block=rule is BLOCK)
+    wrong = ~((totals - 1).abs() <= TOLERANCE)
+    if wrong.any():
+        of, row, i = _first(wrong)
+        Laws("pq"[of], (p, q)[of], torch.tensor([row], device=p.device), i + 1)[i]  # says what it isn't
+    return Verified(accepted, following)
+
+
 class Laws:
-    """The laws of some rows at each place, fp64 [B, V] of sum 1, read when asked for; zeros behind the last place."""
+    """The laws of some rows at each place, fp64 [B, V] of sum 1, read when first asked for; zeros behind the last."""
 
     def __init__(self, name: str, laws: Tensor, rows: Tensor, places: int):
         self.name, self.laws, self.rows, self.places = name, laws, rows, places
+        self.found: dict[int, Tensor] = {}
 
     def __getitem__(self, i: int) -> Tensor:
         """Raises ValueError for what isn't a law."""
         if i == self.places:
             return self.laws.new_zeros(len(self.rows), self.laws.shape[2], dtype=torch.float64)
-        found = self.laws[:, i].index_select(0, self.rows).double()
-        total, smallest = found.sum(1), found.amin(1)
+        if i in self.found:
+            return self.found[i]
+        given = self.laws[:, i].index_select(0, self.rows)
+        found = given.double()
+        total, smallest = found.sum(1), given.amin(1)
         wrong = ~((smallest >= 0) & ((total - 1).abs() <= TOLERANCE))
         if wrong.any():
             row = _first(wrong)[0]
@@ -171,7 +197,8 @@ class Laws:
                 f"{self.name}[{self.rows[row]}, {i}] has sum {total[row]:.6g}, smallest entry {smallest[row]:.6g}: "
                 "expected a law, numbers from 0 up with sum 1"
             )
-        return found.div_(total.unsqueeze(1))
+        self.found[i] = found.mul_(1 / total.unsqueeze(1))  # a division takes three times as long
+        return self.found[i]
 
 
 def _of(law: Tensor, ids: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Stored timings as a table of a page: they belong to the machine and the day that `measured` names."""
+"""Stored measurements as tables of a page: timings belong to the machine and the day that `measured` names."""
 
-from dsv41_edu.benchmarks import harness
+from dsv41_edu.benchmarks import harness, resources
 from dsv41_edu.figures.tables import Table, table
 
 
@@ -31,3 +31,16 @@ def measured(prefix: str) -> str:
     case = harness.read(prefix)[-1]
     here = case["machine"]
     return f"{here['cpu']}, {here['cores']} cores, torch {here['torch']}, {case['date']}"
+
+
+def registers(*modules: str) -> Table:
+    """Registers a thread of each build of modules of `kernels`, by target. Raises AssertionError where some spill."""
+    used = [row for module in modules for row in resources.read(f"kernels.{module}")]
+    assert not any(row["spilled"] for row in used), f"{modules}: expected no spills"
+    targets = dict.fromkeys(row["target"] for row in used)
+    found = {(row["build"], row["target"]): row["registers"] for row in used}
+    builds = dict.fromkeys(row["build"] for row in used)
+    return table(
+        "registers a thread|" + "|".join(targets),
+        [(build, *(found.get((build, target), "none") for target in targets)) for build in builds],
+    )

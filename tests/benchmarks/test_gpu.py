@@ -39,6 +39,7 @@ def test_a_dry_run_takes_the_whole_path(tmp_path, monkeypatch, capsys):
     engram = {"ngram_hash.3", "engram_rows.device.3", "engram_rows.host.3", "engram_gate.3", "engram_gate_backward.3"}
     assert engram <= set(names)
     assert {"sparse_attention.3", "index_scores.3"} <= set(names)
+    assert {"markov.drawn.3", "markov.likeliest.3", "verify.block.3", "schedule.3"} <= set(names)
     assert len({*names}) == len(names)
     for found in results["cases"]:
         assert "error" not in found, found

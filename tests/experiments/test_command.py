@@ -11,7 +11,8 @@ from dsv41_edu.experiments import __main__ as command
 
 def test_every_experiment_has_what_the_command_calls():
     found = command.collect()
-    assert list(found) == ["balancing", "engram_budget", "engram_use", "engram_zipf", "mhc_depth", "modality"]
+    names = "balancing engram_budget engram_use engram_zipf indexer mhc_depth mini_drafter mini_peers modality"
+    assert list(found) == names.split()
     for module in found.values():
         assert all(isinstance(job, tuple) for job in module.jobs())
         assert module.run.__module__ == module.__name__  # another process can import it
