@@ -707,14 +707,14 @@ table("place|temperature|error before|after", rows)
 
 # %%
 mean_error = {n: sum(c["errors"]) / len(c["errors"]) for n, c in calibrated.items()}
-mended = mean_error["after"] < mean_error["before"]
+mended = mean_error["after"] < 0.9 * mean_error["before"]  # less is noise
 check(
     "dsp.calibration",
     100 * mean_error["after"],
     holds=mended,
     why=None
     if mended
-    else "the head's own chances were as good as those that the temperatures made of them",
+    else "our head's own chances are already as good as those that the temperatures make of them",
 )
 
 # %% [markdown]

@@ -200,6 +200,8 @@ say(
     bits=f"{bits['as stored']:.3f}",
     trigram=f"{peers['trigram']['all of the text']:.3f}",
 )
+
+# %%
 table(
     "on the held-out chapters|bits a byte",
     [

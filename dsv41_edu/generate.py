@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -128,14 +129,15 @@ class Chance:
             u = u.to(token.device)
         return model.draft(token, cache, self.temperature, u, partial(possible, model))
 
-    def verify(self, logits: Tensor, drafts: Tensor, q: Tensor | None) -> Verified:
+    def verify(self, logits: Tensor, drafts: Tensor, q: Tensor | None, lengths: Tensor | None = None) -> Verified:
         """How many drafts each row accepts and the token after them, of the model's logits [B, g + 1, V].
 
-        drafts int64 [B, g], from logits q [B, g, V], at temperature 0 not needed; g = 0: the next token.
+        drafts int64 [B, g], from logits q [B, g, V], at temperature 0 not needed; g = 0: the next token. lengths:
+        int64 [B], the drafts of each row that are looked at, all if None.
         """
         if self.temperature == 0:
-            return greedy_verify(logits, None, drafts, None)
-        return self.verifier(self.probabilities(logits), self.probabilities(q), drafts, None, self.verifying)
+            return greedy_verify(logits, None, drafts, lengths)
+        return self.verifier(self.probabilities(logits), self.probabilities(q), drafts, lengths, self.verifying)
 
 
 @torch.no_grad()
@@ -149,6 +151,7 @@ def stream(
     replay: bool = False,
     speculate: bool = False,
     verifier: Callable[..., Verified] = block_verify,
+    scheduler: Callable[[np.ndarray], np.ndarray] | None = None,
     stop: int | None = None,
     images: Sequence[Sequence[Image]] | None = None,
     summary: Summary | None = None,
@@ -156,9 +159,10 @@ def stream(
     """The next tokens of each row, a step at a time: one, or with `speculate` what the drafter got through and one.
 
     A row that has written the id `stop`, or max_new_tokens, gets none. prompts: token ids. seed: row b draws by
-    seed + b. verifier: `block_verify` or `rejection_verify`. images: of each row, in order. summary: filled as it
-    goes. Raises ValueError for prompts, images, ids and temperatures that don't fit, or a drafter that isn't there,
-    MemoryError for too large a cache.
+    seed + b. verifier: `block_verify` or `rejection_verify`. scheduler: how many drafts of each row to verify,
+    integers [B], of confidences, fp64 [B, g]: `schedule` with the rates of steps, or a `Delayed` of its own; None
+    verifies all. images: of each row, in order. summary: filled as it goes. Raises ValueError for prompts, images,
+    ids and temperatures that don't fit, or a drafter that isn't there, MemoryError for too large a cache.
     """
     c, device, B = model.config, model.embed.weight.device, len(prompts)
     if speculate and model.mtp is None:
@@ -203,12 +207,18 @@ def stream(
             if speculate:
                 draft = chance.draft(model, token, cache)
                 block, q = draft.ids, draft.logits
-            run = model.run(block, cache, features=speculate)
-            accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q)
+            lengths = torch.full((B,), block.shape[1] - 1, device=device)
+            if speculate and scheduler is not None:
+                chosen = scheduler(draft.confidence.double().sigmoid().cpu().numpy())
+                lengths = torch.as_tensor(chosen, device=device)
+                block = block[:, : int(lengths.max()) + 1]
+                q = None if q is None else q[:, : block.shape[1] - 1]
+            run = model.run(block, cache, lengths + 1, features=speculate)
+            accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q, lengths)
             going = torch.tensor([n > 0 for n in left], device=device)
             cache.commit(run.chunk, torch.where(going, accepted + 1, 0))
             summary.steps += 1
-            summary.rows_read += int(going.sum()) * block.shape[1] * per_token
+            summary.rows_read += int((lengths[going] + 1).sum()) * per_token
             yield written(block[:, 1:], accepted, token)
 
 

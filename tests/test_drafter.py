@@ -108,6 +108,42 @@ def test_greedy_speculation_writes_the_same(model, replay):
     assert took.steps <= 19
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_scheduler_says_how_many_drafts_are_verified(model, monkeypatch, temperature):
+    """Rows of other lengths are each as alone with their own; greedy tokens don't hang on it."""
+    prompts = [IDS[0, :18].tolist(), IDS[1, :5].tolist(), IDS[1, :1].tolist()]
+    asked, given = [], torch.tensor([[4, 0, 2], [0, 0, 0], [1, 3, 3]])
+
+    def scheduler(confidence):
+        asked.append(confidence)
+        return given[len(asked) % 3].numpy()
+
+    def run(ids, cache, lengths=None, rows=None, real=model.run, **options):
+        widths.append((ids.shape[1], lengths.tolist()))
+        return real(ids, cache, lengths, rows, **options)
+
+    widths, options = [], {"speculate": True, "temperature": temperature, "seed": 5}
+    plain = generate(model, prompts, 20)
+    monkeypatch.setattr(model, "run", run)
+    took = Summary()
+    found = generate(model, prompts, 20, scheduler=scheduler, summary=took, **options)
+    assert all(c.shape == (3, 4) and c.dtype == "float64" and (c > 0).all() and (c < 1).all() for c in asked)
+    expected = [given[n % 3] for n in range(1, len(asked) + 1)]
+    assert widths[1:] == [(int(n.max()) + 1, (n + 1).tolist()) for n in expected]
+    if temperature == 0:
+        assert found == plain
+    for row, prompt in enumerate(prompts):
+        asked.clear()
+        alone = generate(
+            model,
+            [prompt],
+            20,
+            scheduler=lambda c, row=row: scheduler(c)[row : row + 1],
+            **options | {"seed": 5 + row},
+        )
+        assert alone[0] == found[row]
+
+
 def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
     prompt = IDS[0, :18].tolist()
     plain = generate(model, [prompt], 20)[0]

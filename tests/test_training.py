@@ -135,7 +135,7 @@ def test_loads_and_their_update():
 
 
 def test_rounded_weights_are_those_of_the_checkpoint(tmp_path):
-    model = drawn_model(SEEING, torch.float32)
+    model = trainable(SEEING).float()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     checkpoint.save(model, tmp_path / "model")
     loaded = checkpoint.load(tmp_path / "model", dtype=torch.float32).state_dict()
@@ -145,8 +145,17 @@ def test_rounded_weights_are_those_of_the_checkpoint(tmp_path):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
+def test_weights_that_do_not_learn_stay_as_they_are():
+    model = trainable(SEEING).float()
+    model.layers[1].requires_grad_(False)
+    before = model.layers[1].attn.wq_a.weight.clone(), model.layers[0].attn.wq_a.weight.clone()
+    with rounded(model):
+        assert torch.equal(model.layers[1].attn.wq_a.weight, before[0])
+        assert not torch.equal(model.layers[0].attn.wq_a.weight, before[1])
+
+
 def test_rounded_weights_go_back_after_an_error_too():
-    model = drawn_model(SEEING, torch.float32)
+    model = trainable(SEEING).float()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(KeyError), rounded(model):
         raise KeyError
