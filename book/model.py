@@ -368,6 +368,7 @@ def launched():
     }
 
 
+# %%
 table("station|launches, miniature, eager", list(launched().items()))
 
 # %% [markdown]
@@ -449,6 +450,7 @@ def transposed(model):
     model.seams = tuple(map(other, model.seams))
 
 
+# %%
 def one_base(model):
     """The window layers' rotary base in every layer."""
     model.config = model.config.replace(compress_rope_theta=model.config.rope_theta)

@@ -123,28 +123,19 @@ def test_the_slider_asks_for_nothing_outside_and_has_one_labelled_control():
     assert page() == html
 
 
-def test_the_script_moves_the_bars(tmp_path):
-    """In a browser where there is one: the keys change the words, the bars and what is read out."""
-    from shutil import which
-
-    path = next(filter(None, map(which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no Chromium or Chrome to run the slider's script")
-    from playwright.sync_api import sync_playwright
-
+def test_the_script_moves_the_bars(tmp_path, browser):
+    """The keys change the words, the bars and what is read out."""
     file = tmp_path / "slider.html"
     file.write_text(f"<!doctype html><meta charset=utf-8><body>{page()}", encoding="utf-8")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        tab = browser.new_page(viewport={"width": 390, "height": 700})
-        tab.goto(file.as_uri())
-        tab.focus("input")
-        tab.keyboard.press("End")
-        words = tab.inner_text("p > output")
-        widths = tab.eval_on_selector_all(".bars > div > div", "bars => bars.map(b => parseFloat(b.style.width))")
-        numbers = tab.eval_on_selector_all(".bars > output", "outputs => outputs.map(o => o.textContent)")
-        spoken, wide = tab.get_attribute("input", "aria-valuetext"), tab.evaluate("document.body.scrollWidth")
-        browser.close()
+    tab = browser.new_page(viewport={"width": 390, "height": 700})
+    tab.goto(file.as_uri())
+    tab.focus("input")
+    tab.keyboard.press("End")
+    words = tab.inner_text("p > output")
+    widths = tab.eval_on_selector_all(".bars > div > div", "bars => bars.map(b => parseFloat(b.style.width))")
+    numbers = tab.eval_on_selector_all(".bars > output", "outputs => outputs.map(o => o.textContent)")
+    spoken, wide = tab.get_attribute("input", "aria-valuetext"), tab.evaluate("document.body.scrollWidth")
+    tab.close()
     assert words == "4,000: a step takes 26.0 ms; 100,000 tokens/s in all, 25 a user"
     assert widths == pytest.approx([33.3333, 16.6667, 50, 100], rel=1e-4)
     assert numbers == ["2.0", "1.0", "12.0 ms", "24.0 ms"]
