@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.aot import Build
 from kernels.launch import tl, triton
+from kernels.operands import check_operands
 
 BLOCK_T = 2  # tokens of a program that has all channels
 SPREAD_T, SPREAD_D = 8, 128  # tokens and channels of a program of `spread`
@@ -267,17 +268,7 @@ def fused_engram_gate(
     expected = {"streams": (streams, (*lead, n, d), real), "keys": (keys, (*lead, n, d), real)}
     expected |= {"value": (value, (*lead, d), real), "q_weight": (q_weight, (n, d), real)}
     expected |= {"k_weight": (k_weight, (n, d), real), "text_mask": (text_mask, (*lead,), (torch.bool,))}
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name} of shape {list(tensor.shape)}: expected {list(shape)}")
-        if name != "text_mask" and tensor.stride(-1) != 1 and d > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: expected its channels adjacent")
-        if tensor.device != streams.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {streams.device}, where streams are")
+    check_operands(expected, expected.keys() - {"text_mask"})
     T = torch.Size(lead).numel()
     flat = streams.reshape(T, n, d), keys.reshape(T, n, d), value.reshape(T, d)
     weights = q_weight.contiguous(), k_weight.contiguous()

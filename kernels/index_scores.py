@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.aot import Build
 from kernels.launch import tl, triton
+from kernels.operands import check_operands
 
 BLOCK_T = 16  # tokens that share what is read of the keys
 
@@ -91,15 +92,7 @@ def fused_index_scores(q: Tensor, k: Tensor, w: Tensor, seen: Tensor) -> Tensor:
     floats, integers = (torch.bfloat16, torch.float32), (torch.int64, torch.int32)
     expected = {"q": (q, (B, S, H, D), floats), "k": (k, (B, N, D), (q.dtype,))}
     expected |= {"w": (w, (B, S, H), floats), "seen": (seen, (B, S), integers)}
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name} of shape {list(tensor.shape)}: expected {list(shape)}")
-        if name in ("q", "k") and tensor.stride(-1) != 1 and D > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: expected its channels adjacent")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {q.device}, where q is")
+    check_operands(expected, ("q", "k"))
     out = torch.empty((B, S, N), dtype=torch.float32, device=q.device)
     how = blocks(q.dtype, H, D)
     # tokens vary fastest: programs side by side find their keys in the cache

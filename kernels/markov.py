@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.aot import Build
 from kernels.gate import sort_keys
 from kernels.launch import tl, triton
+from kernels.operands import check_operands
 
 BLOCK_B = 16  # the fewest columns of a product
 
@@ -134,17 +135,7 @@ def fused_markov(
         "head": (head, (V, r), (embed.dtype,)),
         "u": (u, (B,), (torch.float64,)),
     }
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name} of shape {list(tensor.shape)}: expected {list(shape)}")
-        if tensor.dim() == 2 and tensor.stride(1) != 1 and shape[1] > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: expected its columns adjacent")
-        if tensor.device != base.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {base.device}, where base is")
+    check_operands(expected, ("base", "embed", "head"), "columns")
     if base.device.type == "cpu" and B and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
         raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}: expected ids from 0 to {V - 1}")
 

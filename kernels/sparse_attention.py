@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels.aot import Build
 from kernels.launch import tl, triton
+from kernels.operands import check_operands
 
 BLOCK_H = 16  # the fewest rows of a product
 
@@ -162,17 +163,7 @@ def _check(
         "entry_indices": (entry_indices, (B, S, "*"), (window_indices.dtype,)),
         "sink": (sink, (H,), (torch.float32, torch.bfloat16)),
     }
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
-        if tensor.dim() != len(shape) or any(s not in ("*", n) for s, n in zip(shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} of shape {list(tensor.shape)}: expected [{', '.join(map(str, shape))}]")
-        if name in ("q", "window", "entries") and tensor.stride(-1) != 1 and D > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: expected its channels adjacent")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {q.device}, where q is")
+    check_operands(expected, ("q", "window", "entries"))
     if q.device.type == "cpu":
         for name, indices, rows in (
             ("window_indices", window_indices, window), ("entry_indices", entry_indices, entries),

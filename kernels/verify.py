@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels.aot import Build
 from kernels.launch import tl, triton
 from kernels.markov import draw
+from kernels.operands import check_operands
 
 TILE = 4096
 
@@ -161,15 +162,7 @@ def fused_verify(
     floats, integers = (torch.float32, torch.float64), (torch.int64, torch.int32)
     expected = {"p": (p, (B, g + 1, V), floats), "q": (q, (B, g, V), floats), "drafts": (drafts, (B, g), integers)}
     expected |= {"lengths": (lengths, (B,), (torch.int64,)), "u": (u, (B, g + 1), (torch.float64,))}
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} is {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name} of shape {list(tensor.shape)}: expected {list(shape)}")
-        if name in ("p", "q") and tensor.stride(2) != 1 and V > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: expected its ids adjacent")
-        if tensor.device != p.device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {p.device}, where p is")
+    check_operands(expected, ("p", "q"), "ids")
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=p.device)
