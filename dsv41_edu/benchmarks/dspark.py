@@ -1,13 +1,12 @@
 """The scheduler beside a walk over sorted slots, block verification beside the whole batch at once; the kernels."""
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, contestants, rms
 from dsv41_edu.benchmarks.harness import Case
 from dsv41_edu.dspark.heads import MarkovHead
 from dsv41_edu.dspark.scheduler import FLOOR, schedule
@@ -108,13 +107,6 @@ def gpu_cases(dry: bool) -> list[GpuCase]:
     return cases
 
 
-def _contestants(ours: Callable, eager: Callable, given: tuple, device: torch.device) -> dict[str, Callable]:
-    found = {"ours": ours, "eager": partial(eager, *given)}
-    if device.type == "cuda":
-        found["compiled"] = partial(torch.compile(eager, dynamic=False), *given)
-    return found
-
-
 def _markov(B: int, V: int, rank: int, temperature: float, device: torch.device) -> Running:
     from kernels.markov import fused_markov
 
@@ -144,7 +136,7 @@ def _markov(B: int, V: int, rank: int, temperature: float, device: torch.device)
         return {"ids_equal": (ids == wanted).double().mean().item(), "rms": rms(logits, exact)}
 
     moved = 2 * V * rank + 2 * B * rank + 4 * B * V * (1 if u is None else 2) + 16 * B
-    return Running(_contestants(ours, eager, (base, tokens, u), device), error, moved, 2 * B * V * rank)
+    return Running(contestants(ours, eager, (base, tokens, u), device), error, moved, 2 * B * V * rank)
 
 
 def _verify(B: int, V: int, device: torch.device) -> Running:
@@ -158,7 +150,7 @@ def _verify(B: int, V: int, device: torch.device) -> Running:
         drafts = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(B, DRAFTS)
         lengths, u = torch.full((B,), DRAFTS), torch.rand(B, DRAFTS + 1, dtype=torch.float64, generator=g)
     ours = partial(fused_verify, p, q, drafts, lengths, u, by_block=True)
-    contestants = _contestants(ours, at_once, (p, q, drafts, u), device)
+    sides = contestants(ours, at_once, (p, q, drafts, u), device)
 
     def error():
         some = slice(0, None, max(1, B // 16))
@@ -167,7 +159,7 @@ def _verify(B: int, V: int, device: torch.device) -> Running:
         return {name: (found[some] == wanted).double().mean().item() for name, found, wanted in pairs}
 
     moved = 4 * (p.numel() + q.numel()) + 8 * (drafts.numel() + u.numel() + 3 * B)
-    return Running(contestants, error, moved, 5 * q.numel())
+    return Running(sides, error, moved, 5 * q.numel())
 
 
 def by_sorting(confidence: Tensor, step_rate: Tensor) -> Tensor:
@@ -194,4 +186,4 @@ def _schedule(R: int, device: torch.device) -> Running:
         return {"equal": float((ours().cpu().numpy() == schedule(confidence, step_rate)).mean())}
 
     moved = 8 * (confidence.size + step_rate.size + R)
-    return Running(_contestants(ours, by_sorting, given, device), error, moved, 3 * confidence.size)
+    return Running(contestants(ours, by_sorting, given, device), error, moved, 3 * confidence.size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, contestants, rms
 from dsv41_edu.benchmarks.harness import Case
 from dsv41_edu.benchmarks.mhc import training
 from dsv41_edu.config import preset
@@ -174,15 +174,17 @@ def _hash(T: int, device: torch.device) -> Running:
     ids = torch.randint(0, hasher.size, (1, T), generator=torch.Generator().manual_seed(0))
     given = ids.to(device), *hasher.on(device), hasher.pad
     ours = partial(fused_ngram_hash, *given)
-    contestants = {"ours": ours, "eager": partial(plain_hash, *given)}
-    if device.type == "cuda":
-        contestants["compiled"] = partial(torch.compile(plain_hash, dynamic=False), *given)
 
     def error():
         return {"equal": (ours()[0].cpu() == hasher(ids)[0]).double().mean().item()}
 
     rows = T * hasher.primes.numel()
-    return Running(contestants, error, 8 * (T + rows), T * hasher.multipliers.numel() * 2 + 2 * rows)
+    return Running(
+        contestants(ours, plain_hash, given, device),
+        error,
+        8 * (T + rows),
+        T * hasher.multipliers.numel() * 2 + 2 * rows,
+    )
 
 
 def _rows(T: int, R: int, width: int, place: str, device: torch.device) -> Running:
@@ -203,9 +205,9 @@ def _rows(T: int, R: int, width: int, place: str, device: torch.device) -> Runni
         return fp8_rows_decode(*stored, torch.bfloat16).flatten(-2)
 
     ours = partial(fused_engram_rows, values, scales, rows)
-    contestants = {"ours": ours, "eager": partial(eager, values, scales, rows)}
+    sides = {"ours": ours, "eager": partial(eager, values, scales, rows)}
     if on_gpu and place == "device":  # a compiler makes nothing of a gather on the host
-        contestants["compiled"] = partial(torch.compile(eager, dynamic=False), values, scales, rows)
+        sides["compiled"] = partial(torch.compile(eager, dynamic=False), values, scales, rows)
 
     def error():
         some = slice(0, None, max(1, T // 40))
@@ -213,7 +215,7 @@ def _rows(T: int, R: int, width: int, place: str, device: torch.device) -> Runni
         return {"equal": (ours()[some].cpu() == exact).double().mean().item()}
 
     bytes_of_row = 8 + width + width // 32 + 2 * width
-    return Running(contestants, error, rows.numel() * bytes_of_row, rows.numel() * width)
+    return Running(sides, error, rows.numel() * bytes_of_row, rows.numel() * width)
 
 
 def _arguments(T: int, n: int, d: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -228,16 +230,13 @@ def _gate(T: int, n: int, d: int, device: torch.device) -> Running:
 
     given = _arguments(T, n, d, device)
     ours = partial(fused_engram_gate, *given)
-    contestants = {"ours": ours, "eager": partial(add_memory, *given)}
-    if device.type == "cuda":
-        contestants["compiled"] = partial(torch.compile(add_memory, dynamic=False), *given)
 
     def error():
         exact = add_memory(*(x.double() for x in given))
         return {name: rms(a, b) for name, a, b in zip(("streams", "gate"), ours(), exact, strict=True)}
 
     moved = 2 * T * (3 * n + 1) * d + 2 * 2 * n * d + 4 * 4 * T * n
-    return Running(contestants, error, moved, 10 * T * n * d)
+    return Running(contestants(ours, add_memory, given, device), error, moved, 10 * T * n * d)
 
 
 def _gate_backward(T: int, n: int, d: int, device: torch.device) -> Running:
@@ -247,12 +246,12 @@ def _gate_backward(T: int, n: int, d: int, device: torch.device) -> Running:
     forms = {"ours": fused_engram_gate, "eager": add_memory}
     if device.type == "cuda":
         forms["compiled"] = torch.compile(add_memory, dynamic=False)
-    contestants = {name: torch.enable_grad()(training(form, given)) for name, form in forms.items()}
+    sides = {name: torch.enable_grad()(training(form, given)) for name, form in forms.items()}
 
     def error():
         exact = torch.enable_grad()(training(add_memory, tuple(x.double() for x in given)))()
         names = "streams", "keys", "value", "q_weight", "k_weight"
-        return {name: rms(a, b) for name, a, b in zip(names, contestants["ours"](), exact, strict=True)}
+        return {name: rms(a, b) for name, a, b in zip(names, sides["ours"](), exact, strict=True)}
 
     moved = 2 * T * (9 * n + 3) * d + 3 * 2 * 2 * n * d  # (3n + 1) d elements a token forward, (6n + 2) d backward
-    return Running(contestants, error, moved, 3 * 10 * T * n * d)
+    return Running(sides, error, moved, 3 * 10 * T * n * d)

@@ -175,6 +175,14 @@ def run(cases: list[GpuCase], dry: bool, seconds: float = SECONDS) -> dict:
     return {"machine": here, "ceilings": limits, "cases": results}
 
 
+def contestants(ours: Callable, eager: Callable, given: tuple, device: torch.device) -> dict[str, Callable]:
+    """Ours, which has its inputs, beside a plain form of `given`, on a GPU compiled as well."""
+    found = {"ours": ours, "eager": partial(eager, *given)}
+    if device.type == "cuda":
+        found["compiled"] = partial(torch.compile(eager, dynamic=False), *given)
+    return found
+
+
 # ---- gate and experts
 
 

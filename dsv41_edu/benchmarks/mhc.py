@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, contestants, rms
 from dsv41_edu.benchmarks.harness import Case, Skip
 from dsv41_edu.mhc.seam import Seam, coefficients, collapse, expand, single_pass
 
@@ -142,11 +142,13 @@ def _forward(T: int, d: int, device: torch.device) -> Running:
         names = "streams", "z", "pre", "post", "comb"
         return {name: rms(getattr(found, name), x) for name, x in zip(names, exact, strict=True)}
 
-    contestants = {"ours": ours, "eager": partial(single_pass, *arguments)}
-    if device.type == "cuda":
-        contestants["compiled"] = partial(torch.compile(single_pass, dynamic=False), *arguments)
     fn = arguments[5]
-    return Running(contestants, error, 2 * T * (2 * N + 2) * d + 4 * fn.numel(), 2 * T * fn.numel())
+    return Running(
+        contestants(ours, single_pass, arguments, device),
+        error,
+        2 * T * (2 * N + 2) * d + 4 * fn.numel(),
+        2 * T * fn.numel(),
+    )
 
 
 def _backward(T: int, d: int, device: torch.device) -> Running:
@@ -160,14 +162,14 @@ def _backward(T: int, d: int, device: torch.device) -> Running:
     forms = {"ours": fused, "eager": single_pass}
     if device.type == "cuda":
         forms["compiled"] = torch.compile(single_pass, dynamic=False)
-    contestants = {name: torch.enable_grad()(training(form, arguments)) for name, form in forms.items()}
+    sides = {name: torch.enable_grad()(training(form, arguments)) for name, form in forms.items()}
 
     def error():
         exact = torch.enable_grad()(training(_exact, tuple(a.double() for a in arguments)))()
         names = "out", "streams", "post", "comb", "pending", "fn", "base", "scale"
-        return {name: rms(a, b) for name, a, b in zip(names, contestants["ours"](), exact, strict=True)}
+        return {name: rms(a, b) for name, a, b in zip(names, sides["ours"](), exact, strict=True)}
 
     fn = arguments[5]
     # forward as above; backward: streams, out and two gradients in, two out; streams and out again for fn's gradient
     moved = 2 * T * (2 * N + 2) * d + 2 * T * (4 * N + 4) * d
-    return Running(contestants, error, moved + 3 * 4 * fn.numel(), 3 * 2 * T * fn.numel())
+    return Running(sides, error, moved + 3 * 4 * fn.numel(), 3 * 2 * T * fn.numel())

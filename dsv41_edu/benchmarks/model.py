@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv41_edu import checkpoint
 from dsv41_edu.attention.indexer import hide, index_scores
 from dsv41_edu.attention.sparse_attention import sparse_attention
-from dsv41_edu.benchmarks.gpu import GpuCase, Running, rms
+from dsv41_edu.benchmarks.gpu import GpuCase, Running, contestants, rms
 from dsv41_edu.benchmarks.harness import Case, Skip
 from dsv41_edu.config import ModelConfig, preset
 from dsv41_edu.experiments import text
@@ -157,13 +157,6 @@ def _drawn(device: torch.device, seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).bfloat16()
 
 
-def _contestants(ours: Callable, eager: Callable, arguments: tuple, device: torch.device) -> dict[str, Callable]:
-    found = {"ours": partial(ours, *arguments), "eager": partial(eager, *arguments)}
-    if device.type == "cuda":
-        found["compiled"] = partial(torch.compile(eager, dynamic=False), *arguments)
-    return found
-
-
 def _attention(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
     from kernels.sparse_attention import fused_sparse_attention
 
@@ -182,8 +175,8 @@ def _attention(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
 
     read = min(S * K, N) + W + S  # rows, each once
     moved = 2 * D * (2 * S * H + read) + 8 * S * (W + K)
-    contestants = _contestants(fused_sparse_attention, sparse_attention, arguments, device)
-    return Running(contestants, error, moved, 4 * S * H * (W + K) * D)
+    ours = partial(fused_sparse_attention, *arguments)
+    return Running(contestants(ours, sparse_attention, arguments, device), error, moved, 4 * S * H * (W + K) * D)
 
 
 def _scores(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
@@ -204,5 +197,5 @@ def _scores(c: ModelConfig, S: int, N: int, device: torch.device) -> Running:
         return {"rms": rms(found[visible], exact[visible])}
 
     moved = 2 * (q.numel() + k.numel() + w.numel()) + 8 * S + 4 * S * N
-    contestants = _contestants(fused_index_scores, eager, arguments, device)
-    return Running(contestants, error, moved, 2 * S * H * D * N)
+    ours = partial(fused_index_scores, *arguments)
+    return Running(contestants(ours, eager, arguments, device), error, moved, 2 * S * H * D * N)
