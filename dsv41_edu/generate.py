@@ -203,22 +203,21 @@ def stream(
         summary.prefill_seconds, began = time.perf_counter() - began, time.perf_counter()
         yield written(block[:, 1:], accepted, token)
         while any(left):
-            block = token.unsqueeze(1)
+            block, drafts = token.unsqueeze(1), None  # how many of each row are verified, all if None
             if speculate:
                 draft = chance.draft(model, token, cache)
                 block, q = draft.ids, draft.logits
-            lengths = torch.full((B,), block.shape[1] - 1, device=device)
-            if speculate and scheduler is not None:
-                chosen = scheduler(draft.confidence.double().sigmoid().cpu().numpy())
-                lengths = torch.as_tensor(chosen, device=device)
-                block = block[:, : int(lengths.max()) + 1]
-                q = None if q is None else q[:, : block.shape[1] - 1]
-            run = model.run(block, cache, lengths + 1, features=speculate)
-            accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q, lengths)
+                if scheduler is not None:
+                    chosen = scheduler(draft.confidence.double().sigmoid().cpu().numpy())
+                    drafts = torch.as_tensor(chosen, device=device)
+                    block = block[:, : int(drafts.max()) + 1]
+                    q = None if q is None else q[:, : block.shape[1] - 1]
+            run = model.run(block, cache, None if drafts is None else drafts + 1, features=speculate)
+            accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q, drafts)
             going = torch.tensor([n > 0 for n in left], device=device)
             cache.commit(run.chunk, torch.where(going, accepted + 1, 0))
             summary.steps += 1
-            summary.rows_read += int((lengths[going] + 1).sum()) * per_token
+            summary.rows_read += int((run.last[going] + 1).sum()) * per_token
             yield written(block[:, 1:], accepted, token)
 
 

@@ -152,13 +152,13 @@ class Transformer(nn.Module):
         c, device = self.config, ids.device
         self.check(ids, lengths, image_rows)
         lengths = torch.full((len(ids),), ids.shape[1], device=device) if lengths is None else lengths
-        if replay and cache is not None and int(cache.lengths.max()):
-            raise ValueError("replay: expected an empty cache, the decoder's windows begin with the replayed tokens")
-        if teach and cache is not None and int(cache.lengths.max()):
-            raise ValueError("teach: expected an empty cache, an indexer learns from whole sequences")
         chunk = Chunk.of(
             c, ids.shape, self.dtype, device, cache, round_trips=self.round_trips, dense=dense, teach=teach
         )
+        if replay and not chunk.fresh:
+            raise ValueError("replay: expected an empty cache, the decoder's windows begin with the replayed tokens")
+        if teach and not chunk.fresh:
+            raise ValueError("teach: expected an empty cache, an indexer learns from whole sequences")
         x, image_mask = self.embed(ids), None
         if image_rows is not None:
             image_mask = ids == c.image_token_id

@@ -81,6 +81,12 @@ def rate(step: int, steps: int, warm_up: int) -> float:
     return min(1.0, (step + 1) / warm_up) * (1 - 0.95 * max(0, step - half) / (steps - half))
 
 
+def set_rate(optimizer: torch.optim.Optimizer, highest: float, step: int, steps: int, warm_up: int) -> None:
+    """The rate of a step for each of `groups`, where `highest` is that of those with `times` 1."""
+    for group in optimizer.param_groups:
+        group["lr"] = highest * group["times"] * rate(step, steps, warm_up)
+
+
 def language_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean nats a token: logits [B, S, V], targets int64 [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

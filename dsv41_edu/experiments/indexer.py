@@ -25,7 +25,7 @@ from dsv41_edu.config import ModelConfig, preset
 from dsv41_edu.experiments.small_moe import spread
 from dsv41_edu.experiments.switches import choose_by
 from dsv41_edu.model import Transformer
-from dsv41_edu.training import Loads, groups, indexer_loss, initialise, rate, teach
+from dsv41_edu.training import Loads, groups, indexer_loss, initialise, set_rate, teach
 
 RESULT = Path(__file__).parents[2] / "book" / "data" / "indexer.json"
 SEEDS = (1, 2, 3)
@@ -81,8 +81,7 @@ def train(setup: Setup, seed: int) -> Transformer:
     optimizer = torch.optim.AdamW(groups(model, 0.1, 1.0), lr=setup.learning_rate, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
     for step in range(setup.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * rate(step, setup.steps, setup.warm_up)
+        set_rate(optimizer, setup.learning_rate, step, setup.steps, setup.warm_up)
         ids = rows(setup, generator)
         run = model.run(ids, dense=step < setup.dense * setup.steps, teach=True)
         asked = slice(2 * setup.pairs, None, 2)

@@ -34,9 +34,9 @@ from dsv41_edu.training import (
     indexer_loss,
     initialise,
     language_loss,
-    rate,
     rounded,
     set_dropout,
+    set_rate,
 )  # fmt: skip
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "mini"
@@ -115,8 +115,7 @@ class Training:
         """One step."""
         s, model, began = self.setup, self.model, time.monotonic()
         part, ids = self.step / s.steps, batch(self.setup, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = s.learning_rate * group["times"] * rate(self.step, s.steps, s.warm_up)
+        set_rate(self.optimizer, s.learning_rate, self.step, s.steps, s.warm_up)
         with torch.random.fork_rng():  # dropout draws from torch's own generator
             torch.manual_seed(s.seed * 1_000_003 + self.step)
             if part < s.as_stored:

@@ -32,7 +32,7 @@ from dsv41_edu.experiments.mini import WEIGHTS, in_rows
 from dsv41_edu.experiments.small_moe import spread
 from dsv41_edu.generate import Chance, possible
 from dsv41_edu.model import Transformer
-from dsv41_edu.training import Loads, groups, initialise, rate, rounded
+from dsv41_edu.training import Loads, groups, initialise, rounded, set_rate
 
 DATA = Path(__file__).parents[2] / "book" / "data"
 TRAINED, RESULT = DATA / "mini_drafter.json", DATA / "drafter_heads.json"
@@ -116,8 +116,7 @@ def train(model: Transformer, given: Lessons, setup: Setup, variant: str = "conf
     generator = torch.Generator().manual_seed(setup.seed)
     last = given.hidden.shape[1] - g - 1
     for step in tqdm(range(setup.steps), unit="step", desc=variant):
-        for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * rate(step, setup.steps, setup.warm_up)
+        set_rate(optimizer, setup.learning_rate, step, setup.steps, setup.warm_up)
         row = torch.randint(len(given.ids), (setup.blocks,), generator=generator)
         t = torch.randint(last + 1, (setup.blocks,), generator=generator)
 

@@ -21,7 +21,7 @@ from dsv41_edu.experiments.mini import Setup, Training, batch, bits_per_byte, he
 from dsv41_edu.experiments.small_moe import spread
 from dsv41_edu.experiments.trigram import Trigram
 from dsv41_edu.tensors import tensor_plan
-from dsv41_edu.training import evaluate, groups, language_loss, rate
+from dsv41_edu.training import evaluate, groups, language_loss, set_rate
 
 RESULT = Path(__file__).parents[2] / "book" / "data" / "mini_peers.json"
 SHORT = Setup(steps=200, batch=8, warm_up=40, as_stored=1.0, threads=1)
@@ -84,8 +84,7 @@ def train_dense(setup: Setup) -> Dense:
         groups(model, setup.decay, setup.table_rate), lr=setup.learning_rate, betas=(0.9, 0.95)
     )
     for step in range(setup.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * rate(step, setup.steps, setup.warm_up)
+        set_rate(optimizer, setup.learning_rate, step, setup.steps, setup.warm_up)
         ids = batch(setup, step)
         optimizer.zero_grad()
         language_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
