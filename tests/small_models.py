@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from dsv41_edu.attention.cache import Cache
 from dsv41_edu.config import ModelConfig, preset
 from dsv41_edu.model import Run, Transformer
+from dsv41_edu.tensors import tensor_plan
 
 VECTORS = Path(__file__).parent / "vectors"
 CASE = json.loads((VECTORS / "whole_A.json").read_text())
@@ -46,6 +47,14 @@ def public_model(dtype: torch.dtype = torch.float64, config: ModelConfig = CONFI
     model = Transformer(config, IO["token_map"], drafter=False).to(dtype)
     model.load_state_dict({name: w.to(dtype) for name, w in WEIGHTS.items()})
     return model.eval().requires_grad_(False)
+
+
+def bf16_model() -> Transformer:
+    """The public one as a checkpoint is: what the plan keeps in F32 stays so."""
+    model, wide = public_model(torch.float32), {t.name for t in tensor_plan(CONFIG) if t.dtype == "F32"}
+    for name, p in model.named_parameters():
+        p.data = p.data if name in wide else p.data.bfloat16()
+    return model
 
 
 def drawn_model(config: ModelConfig, dtype: torch.dtype = torch.float64, drafter: bool = False) -> Transformer:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import CONFIG, IDS, IMAGE, IO, SEEING, WEIGHTS, drawn_model, public_model, watched
+from small_models import CONFIG, IDS, IMAGE, IO, SEEING, WEIGHTS, bf16_model, drawn_model, public_model, watched
 
 from dsv41_edu.attention import attention
 from dsv41_edu.config import preset
@@ -161,14 +161,6 @@ def test_float32_against_float64():
     assert (model(IMAGE, image_rows=EMBEDS) - IO["image.logits"]).abs().max() < 1e-4
     chunk = model.run(IDS).chunk
     assert all(torch.equal(i.int(), IO[f"text.index_topk.{layer}"]) for layer, i in chunk.indices.items())
-
-
-def bf16_model():
-    """As a checkpoint is: what the plan keeps in F32 stays so."""
-    model, wide = public_model(torch.float32), {t.name for t in tensor_plan(CONFIG) if t.dtype == "F32"}
-    for name, p in model.named_parameters():
-        p.data = p.data if name in wide else p.data.bfloat16()
-    return model
 
 
 def test_bf16_with_float32s_choices(monkeypatch):

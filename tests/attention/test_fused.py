@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import CONFIG, IDS, drawn, public_model
+from small_models import CONFIG, IDS, bf16_model, drawn, public_model
 
 import kernels.index_scores
 import kernels.sparse_attention
@@ -80,3 +80,21 @@ def test_what_a_fresh_chunk_sees_of_its_own_tokens():
     rows, seen = chunk.window(0, latents)
     assert rows is latents
     assert seen.tolist() == [[[-1, -1, 0], [-1, 0, 1], [0, 1, 2], [1, 2, 3]]]
+
+
+@pytest.mark.parametrize("round_trips", [False, True])
+def test_in_bf16_with_a_cache_and_without(called, monkeypatch, round_trips):
+    """The dtype of the release: the kernels take all that the layers hand them, and are as near to float64."""
+    model, exact = bf16_model(), bf16_model().double()
+    model.round_trips = exact.round_trips = round_trips
+
+    def outputs(of):
+        with torch.no_grad():
+            return [of.run(IDS[:, :9]).hidden, *(run.hidden for run in passes(of))]
+
+    wanted, plain = outputs(exact), outputs(model)
+    assert not called
+    monkeypatch.setattr(attention_module, "fuse", lambda q: True)
+    for ours, reference, exactly in zip(outputs(model), plain, wanted, strict=True):
+        assert (ours.double() - exactly).norm() < 1.5 * (reference.double() - exactly).norm()
+    assert called
