@@ -313,8 +313,13 @@ table("drafts accepted, of two|token by token|by the block", rows)
 #
 # With each draft comes a chance that it will stand, given that those before it do. What should it learn? A draft $y$
 # drawn from $q$ is kept with chance $\min(1, p(y) / q(y))$, as we will see, so the chance that it stands, before it
-# is drawn, is $\sum_y q(y) \min(1, p(y) / q(y)) = \sum_y \min(p(y), q(y)) = 1 - \tfrac12 \sum_y |p(y) - q(y)|$. It is
-# known in training, where both laws are at hand, so the head learns a number rather than a coin's outcome:
+# is drawn, is
+#
+# $$
+# \sum_y q(y) \min(1, p(y) / q(y)) = \sum_y \min(p(y), q(y)) = 1 - \tfrac12 \sum_y |p(y) - q(y)|.
+# $$
+#
+# It is known in training, where both laws are at hand, so the head learns a number rather than a coin's outcome:
 #
 # ```{literalinclude} ../dsv41_edu/dspark/heads.py
 # :pyobject: ConfidenceHead

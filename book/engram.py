@@ -29,7 +29,7 @@ from dsv41_edu.experiments import engram_budget, engram_use, engram_zipf
 from dsv41_edu.figures import engram as draw
 from dsv41_edu.figures.benchmarks import latencies, measured, registers, timings
 from dsv41_edu.figures.glue import say
-from dsv41_edu.figures.tables import table
+from dsv41_edu.figures.tables import refused, table
 from dsv41_edu.generations import plan
 from dsv41_edu.quantization import fp8_rows_encode
 from kernels.engram_gate import fused_engram_gate
@@ -594,15 +594,6 @@ registers("ngram_hash", "engram_rows", "engram_gate")
 
 
 # %%
-def refused(call):
-    """What an error says."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "accepted"
-
-
 tries = {
     "an uncompressed id": lambda: hasher(torch.tensor([[129_279]])),
     "a negative id": lambda: vocabulary.compress([-1]),

@@ -21,7 +21,7 @@ from dsv41_edu.experiments.switches import SWITCHES, without
 from dsv41_edu.figures import model as draw
 from dsv41_edu.figures.benchmarks import measured, registers, timings
 from dsv41_edu.figures.glue import say
-from dsv41_edu.figures.tables import table
+from dsv41_edu.figures.tables import refused, table
 from dsv41_edu.generate import MINI, Summary, generate
 from dsv41_edu.model import Transformer
 from dsv41_edu.tensors import tensor_plan
@@ -116,22 +116,14 @@ roles = {}
 for layer in range(config.num_hidden_layers):
     key = role(config, layer), config.compress_ratios[layer]
     roles.setdefault(key, []).append(layer)
-table(
-    "role|tokens an entry|layers|entries made by",
-    [
-        (
-            name,
-            ratio or "no entries",
-            ", ".join(map(str, layers)),
-            ", ".join(
-                sorted({str(nearest(config.kv_source_layer_ids, i)) for i in layers}, key=len)
-            )
-            if ratio
-            else "none",
-        )
-        for (name, ratio), layers in roles.items()
-    ],
-)
+shown = []
+for (name, ratio), layers in roles.items():
+    makers = (
+        sorted({nearest(config.kv_source_layer_ids, i) for i in layers}) if ratio else ["none"]
+    )
+    lists = (", ".join(map(str, ids)) for ids in (layers, makers))
+    shown.append((name, ratio or "no entries", *lists))
+table("role|tokens an entry|layers|entries made by", shown)
 
 # %% [markdown]
 # The miniature has all the roles. What one query of it really reads, in a text that nobody trained on:
@@ -177,7 +169,7 @@ table("entries read|right answers|attention caught|of the oracle's|KL, nats", sh
 #
 # Eight layers, all mechanisms on but images, trained on the text of this book's other experiments and shipped in the
 # official layout: FP4 experts, FP8 matrices, tables of FP8 rows. In the last part of the training every forward pass
-# used the rounded weights, so nothing is lost by storing them.
+# used the rounded weights, so storing them loses next to nothing.
 
 # %%
 trained = json.loads(mini.CURVES.read_text())
@@ -474,15 +466,6 @@ table("mistake|nats a token", [(name, broken(change)) for name, change in mistak
 
 
 # %%
-def refused(call):
-    """What an error says."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "accepted"
-
-
 too_long = [0] * tiny.max_position_embeddings
 tries = {
     "an empty prompt": lambda: generate(small, [[]], 5),

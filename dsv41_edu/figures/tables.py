@@ -1,6 +1,6 @@
 """Small tables for pages: HTML for a reader, aligned text for a test."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -45,3 +45,12 @@ def table(columns: str | Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 def cell(value: Any) -> str:
     """Numbers with thousands separated; everything else as it prints."""
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What the error of a call says that is to be refused; "accepted" if it isn't."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "accepted"

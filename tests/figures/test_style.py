@@ -7,7 +7,7 @@ import pytest
 
 from dsv41_edu.figures import style
 from dsv41_edu.figures.style import canvas, finish
-from dsv41_edu.figures.tables import cell, table
+from dsv41_edu.figures.tables import cell, refused, table
 
 
 def draw(value=1.0, alt="a <line>"):
@@ -47,6 +47,17 @@ def test_the_bundle_has_words_for_readers_of_text():
     bundle = draw()._repr_mimebundle_()
     assert bundle["text/plain"] == f"figure: a <line>\ndata {draw().digest}"
     assert "<figcaption>a &amp; b</figcaption>" in bundle["text/html"]
+
+
+def test_what_a_refusal_says():
+    def raises(error):
+        raise error
+
+    assert refused(lambda: raises(ValueError("x = 1: expected 2"))) == "x = 1: expected 2"
+    assert refused(lambda: raises(TypeError("x is int"))) == "x is int"
+    assert refused(lambda: None) == "accepted"
+    with pytest.raises(KeyError):
+        refused(lambda: raises(KeyError()))
 
 
 def test_tables():
