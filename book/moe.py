@@ -284,7 +284,7 @@ check(
 def selects_only(seed):
     """Weights by a drawn bias against the chosen affinities' own, and whether a gradient arrives at the bias."""
     gate = Gate(mini).double()
-    gate.bias = torch.nn.Parameter(normal(gate.n_experts, seed=seed))
+    gate.bias = normal(gate.n_experts, seed=seed).requires_grad_()
     x = normal(50, mini.hidden_size, seed=seed + 1)
     weights, indices = gate(x)
     weights.square().sum().backward()

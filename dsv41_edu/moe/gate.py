@@ -44,10 +44,13 @@ def top_k_lowest(values: Tensor, k: int) -> Tensor:
     if values.requires_grad:  # none reaches an id
         values = values.detach()
     if by_keys and not compiling and values.numel() <= FEW:
-        best, indices = values.topk(min(k + 1, values.shape[-1]))
-        best, indices = best.numpy(), indices.numpy()[..., :k]  # torch's calls would cost more than the work
-        if np.count_nonzero(best[..., 1:] < best[..., :-1]) == indices.size:
-            return torch.from_numpy(indices.copy())  # no NaN, and no ties, which torch.topk breaks as it likes
+        found = min(k + 1, values.shape[-1])
+        best, indices = values.topk(found)
+        best = best.numpy().ravel()  # torch's calls would cost more than the work
+        falls = best[1:] < best[:-1]
+        falls[found - 1 :: found] = True  # from one token to the next
+        if np.count_nonzero(falls) == falls.size and found > 1:
+            return indices.narrow_copy(-1, 0, k)  # no NaN, and no ties, which torch.topk breaks as it likes
     if not compiling and (np.isnan(values.numpy()) if by_keys else values.isnan()).any():
         raise ValueError("scores: expected numbers, got NaN")
     if by_keys:
@@ -96,15 +99,16 @@ def route(
     E = scores.shape[-1]
     if not 1 <= top_k <= E:
         raise ValueError(f"top_k = {top_k}: expected 1 to {E}, the experts there are")
-    if E % n_group or not 1 <= topk_group <= n_group or topk_group * (E // n_group) < top_k:
-        raise ValueError(
-            f"n_group = {n_group}, topk_group = {topk_group}: expected a divisor of {E} and room for {top_k} experts"
-        )
     choice = scores if bias is None else scores + bias  # no gradient comes back from indices
-    if topk_group < n_group:
-        choice = _mask_groups(choice, n_group, topk_group, group_score)
+    if n_group != 1 or topk_group != 1:
+        if E % n_group or not 1 <= topk_group <= n_group or topk_group * (E // n_group) < top_k:
+            raise ValueError(
+                f"n_group = {n_group}, topk_group = {topk_group}: expected a divisor of {E}, room for {top_k} experts"
+            )
+        if topk_group < n_group:
+            choice = _mask_groups(choice, n_group, topk_group, group_score)
     indices = top_k_lowest(choice, top_k)
-    return weigh(scores, indices, renormalise, scale), indices
+    return weigh(scores, indices, renormalise and top_k > 1, scale), indices
 
 
 def _mask_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
@@ -121,7 +125,7 @@ def _mask_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str
 def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float | Tensor) -> Tensor:
     """Weights [..., k] of chosen experts: their own scores, to sum 1 where renormalised, times the route scale."""
     weights = scores.gather(-1, indices)
-    if renormalise and indices.shape[-1] > 1:
+    if renormalise:
         weights.div_(weights.sum(-1, True).add_(EPS))
     return weights.mul_(scale)
 
@@ -150,7 +154,7 @@ class Gate(nn.Module):
             "n_group": c.n_group or 1,
             "topk_group": c.topk_group or 1,
             "group_score": "top2" if c.topk_method == "noaux_tc" else "max",
-            "renormalise": c.norm_topk_prob,
+            "renormalise": c.norm_topk_prob and self.top_k > 1,
             "scale": scale if scale.item() == c.routed_scaling_factor else c.routed_scaling_factor,
         }
         self.weight = nn.Parameter(torch.empty(self.n_experts, c.hidden_size))
@@ -166,10 +170,10 @@ class Gate(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """Affinities [..., E] of tokens x [..., d], in fp32 (fp64 for fp64 input)."""
-        weight = self.weight
+        weight = self._parameters["weight"]  # nn.Module finds an attribute in the time of an addition
         if x.shape[-1] != weight.shape[1]:
             raise ValueError(f"x of shape {list(x.shape)}: expected {weight.shape[1]} channels last")
-        if x.dtype != weight.dtype or x.dtype.itemsize < 4:
+        if not x.dtype == weight.dtype == torch.float32:
             wide = torch.promote_types(x.dtype, torch.float32)
             x, weight = x.to(wide), weight.to(wide)
         logits = F.linear(x, weight)
@@ -195,7 +199,7 @@ class Gate(nn.Module):
             indices = self._look_up(token_ids, x.shape[:-1])
             weights = weigh(scores, indices, self.options["renormalise"], self.options["scale"])
         else:
-            bias = self.bias if image_mask is None else self._bias(image_mask, x.shape[:-1])
+            bias = self._buffers["bias"] if image_mask is None else self._bias(image_mask, x.shape[:-1])
             weights, indices = route(scores, self.top_k, bias=bias, **self.options)
         if self.placement is not None:
             indices = self.placement.to_physical(indices, positions)

@@ -102,11 +102,12 @@ VALUES = st.lists(
 @given(VALUES, st.data())
 def test_top_k_is_the_sorted_list(path, values, data):
     k = data.draw(st.integers(1, len(values)))
-    expected = sorted(range(len(values)), key=lambda e: (-values[e], e))[:k]
+    rows = [values, data.draw(st.permutations(values))]
+    expected = [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate_module, *PATHS[path])
         for dtype in (torch.float32, torch.float64):
-            assert top_k_lowest(torch.tensor([values], dtype=dtype), k).tolist() == [expected]
+            assert top_k_lowest(torch.tensor(rows, dtype=dtype), k).tolist() == expected
 
 
 @pytest.mark.parametrize("T", [3, 300])  # on both sides of FEW
@@ -130,6 +131,8 @@ def test_one_nan_is_refused_wherever_it_stands(dtype, nan):
             for k in (1, 6, 64):
                 with pytest.raises(ValueError, match="scores: expected numbers, got NaN"):
                     top_k_lowest(scores, k)
+    with pytest.raises(ValueError, match="scores: expected numbers, got NaN"):
+        top_k_lowest(torch.tensor([[0.5], [nan]], dtype=dtype), 1)
 
 
 @pytest.mark.parametrize("E", [6, 64, 384])
@@ -158,7 +161,7 @@ def test_a_large_bias_selects_and_leaves_the_weight_alone(E, seed):
 
 def test_no_gradient_reaches_the_bias():
     gate = Gate(MINI)
-    gate.bias = torch.nn.Parameter(gate.bias)
+    gate.bias.requires_grad_()
     weights, _ = gate(torch.randn(5, MINI.hidden_size))
     weights.square().sum().backward()
     assert gate.bias.grad is None
