@@ -50,27 +50,32 @@ class Rule(NamedTuple):
 
 def token_chances(p: Sequence[Tensor], q: Sequence[Tensor], drafts: Tensor) -> tuple[Tensor, Tensor]:
     """a [B, n] and w [B, n + 1] token by token; p and q: a law [B, V] for each place, drafts int64 [B, n]."""
-    a = drafts.new_empty(drafts.shape, dtype=torch.float64)
-    for i in range(drafts.shape[1]):
-        a[:, i] = (_of(p[i], drafts[:, i]) / _of(q[i], drafts[:, i])).clamp(max=1)
+    a = (_of(p, drafts) / _of(q, drafts)).clamp(max=1)
     return a, a.new_ones(len(a), drafts.shape[1] + 1)
 
 
 def block_chances(p: Sequence[Tensor], q: Sequence[Tensor], drafts: Tensor) -> tuple[Tensor, Tensor]:
     """a [B, n] and w [B, n + 1] by the block; arguments of `token_chances`."""
-    a = drafts.new_empty(drafts.shape, dtype=torch.float64)
-    w = a.new_ones(len(a), drafts.shape[1] + 1)
-    for i in range(drafts.shape[1]):
-        target, drawn, before = p[i], q[i], w[:, i]
-        if i and (before < 1).any():
-            S = (before.unsqueeze(1) * target).sub_(drawn).clamp_(min=0).sum(1)
-            rest = S + (1 - before)
-            a[:, i - 1] = torch.where(rest > 0, S / rest, 1.0)
-        elif i:
-            a[:, i - 1] = 1  # whatever S is
-        w[:, i + 1] = (before * _of(target, drafts[:, i]) / _of(drawn, drafts[:, i])).clamp(max=1)
-    a[:, -1:] = w[:, 1:][:, -1:]
+    w = block_weights(_of(p, drafts), _of(q, drafts))
+    a = w[:, 1:].clone()
+    for i in range(1, drafts.shape[1]):
+        a[:, i - 1] = block_chance(p[i], q[i], w[:, i])
     return a, w
+
+
+def block_weights(target: Tensor, drawn: Tensor) -> Tensor:
+    """w [B, n + 1] from what the laws give to the drafts, p_i-1(y_i) and q_i-1(y_i), fp64 [B, n] each."""
+    w = target.new_ones(len(target), target.shape[1] + 1)
+    for i in range(target.shape[1]):
+        w[:, i + 1] = (w[:, i] * target[:, i] / drawn[:, i]).clamp(max=1)
+    return w
+
+
+def block_chance(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """a [B] of a place that isn't the last, from its laws [B, V] and its w [B]."""
+    S = (w.unsqueeze(1) * p).sub_(q).clamp_(min=0).sum(1)
+    rest = S + (1 - w)
+    return torch.where(rest > 0, S / rest, 1.0)
 
 
 def leading(passed: Tensor) -> Tensor:
@@ -106,12 +111,12 @@ def rejection_verify(p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | Non
     Raises TypeError for dtypes, ValueError for shapes, lengths, laws that are negative, not finite or don't sum to 1,
     ids out of range, draws outside [0, 1), and for a draft that q doesn't allow: it was drawn from another law.
     """
-    return _verify(TOKEN_BY_TOKEN, p, q, drafts, lengths, draws)
+    return _verify(False, p, q, drafts, lengths, draws)
 
 
 def block_verify(p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | None, draws: Draws) -> Verified:
     """By the block, in fp64: keeps at least as many drafts on average. Arguments and errors of `rejection_verify`."""
-    return _verify(BLOCK, p, q, drafts, lengths, draws)
+    return _verify(True, p, q, drafts, lengths, draws)
 
 
 def greedy_verify(
@@ -137,73 +142,98 @@ def sample(weights: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(sums, u.unsqueeze(-1) * sums[:, -1:], right=True).squeeze(-1)
 
 
-def _verify(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | None, draws: Draws) -> Verified:
+def _verify(by_block: bool, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor | None, draws: Draws) -> Verified:
     lengths = _check_shapes(p, q, drafts, lengths)
     if p.dtype not in (torch.float32, torch.float64) or q.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"p is {p.dtype}, q {q.dtype}: expected float32 or float64")
-    inside = torch.arange(drafts.shape[1], device=p.device) < lengths.unsqueeze(1)
+    g = drafts.shape[1]
+    inside = torch.arange(g, device=p.device) < lengths.unsqueeze(1)
     drafts = drafts.long().where(inside, 0)
-    excluded = inside & (q.gather(2, drafts.unsqueeze(2)).squeeze(2) == 0)
+    target, drawn = (laws.gather(2, drafts.unsqueeze(2)).squeeze(2).double() for laws in (p[:, :g], q))
+    excluded = inside & (drawn == 0)
     if excluded.any():
         raise ValueError(f"drafts{_first(excluded)} = {drafts[excluded][0]} has q = 0: expected a token drawn from q")
-    u = _uniforms(draws, lengths, drafts.shape[1])
+    u = _uniforms(draws, lengths, g)
     if fuse(p):
-        return _fused(rule, p, q, drafts, lengths, u)
-    found = Verified(torch.empty_like(lengths), torch.empty_like(lengths))
-    for n in lengths.unique().tolist():
-        for rows in (lengths == n).nonzero().squeeze(1).split(max(1, PIECE // p.shape[2])):
-            target, drawn = Laws("p", p, rows, n + 1), Laws("q", q, rows, n)
-            a, w = rule.chances(target, drawn, drafts[rows, :n])
-            found.accepted[rows] = tau = rule.count(u[rows, :n] < a)
-            target[n]  # so that it's checked where no row gets there, too
-            for i in tau.unique().tolist():
-                at = tau == i
-                left = residual(target[i][at], drawn[i][at], w[at, i])
-                found.next[rows[at]] = sample(left, u[rows[at], n])
-    return found
+        return _fused(by_block, p, q, drafts, lengths, u)
+    p, q = Laws("p", p, lengths + 1), Laws("q", q, lengths)
+    target, drawn = target / p.totals[:, :g], drawn / q.totals
+    if by_block:
+        w = block_weights(target, drawn)
+        accepted = _last_that_passes(p, q, w, lengths, u)
+    else:
+        w = torch.ones_like(u)
+        accepted = leading((u[:, :g] < target / drawn) & inside)
+    following = torch.empty_like(accepted)
+    for i in range(g + 1):
+        for rows in p.pieces((accepted == i) & (lengths > i)):
+            following[rows] = sample(residual(p.of(rows, i), q.of(rows, i), w[rows, i]), u[rows, lengths[rows]])
+        for rows in p.pieces((accepted == i) & (lengths == i)):
+            following[rows] = sample(p.of(rows, i), u[rows, i])
+    return Verified(accepted, following)
 
 
-def _fused(rule: Rule, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, u: Tensor) -> Verified:
+def _last_that_passes(p: "Laws", q: "Laws", w: Tensor, lengths: Tensor, u: Tensor) -> Tensor:
+    """tau [B] by the block, from the last place back: laws before the first that passes needn't be looked at."""
+    accepted = torch.zeros_like(lengths)
+    for i in range(u.shape[1] - 1, 0, -1):
+        a = w[:, i].clone()  # of the last draft it is the chance; and where w = 1, whatever S is
+        for rows in p.pieces((accepted == 0) & (lengths > i) & (a < 1)):
+            a[rows] = block_chance(p.of(rows, i), q.of(rows, i), w[rows, i])
+        accepted[(accepted == 0) & (lengths >= i) & (u[:, i - 1] < a)] = i
+    return accepted
+
+
+def _fused(by_block: bool, p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, u: Tensor) -> Verified:
     from kernels.verify import fused_verify
 
-    accepted, following, totals = fused_verify(p, q, drafts, lengths, u, by_block=rule is BLOCK)
-    wrong = ~((totals - 1).abs() <= TOLERANCE)
-    if wrong.any():
-        of, row, i = _first(wrong)
-        Laws("pq"[of], (p, q)[of], torch.tensor([row], device=p.device), i + 1)[i]  # says what it isn't
+    accepted, following, totals = fused_verify(p, q, drafts, lengths, u, by_block=by_block)
+    for name, laws, sums in (("p", p, totals[0]), ("q", q, totals[1])):
+        _check_totals(name, laws, sums)
     return Verified(accepted, following)
 
 
 class Laws:
-    """The laws of some rows at each place, fp64 [B, V] of sum 1, read when first asked for; zeros behind the last."""
+    """Laws [B, places, V], checked as far as each row's `used`, int64 [B]; normalised when they are asked for."""
 
-    def __init__(self, name: str, laws: Tensor, rows: Tensor, places: int):
-        self.name, self.laws, self.rows, self.places = name, laws, rows, places
-        self.found: dict[int, Tensor] = {}
+    def __init__(self, name: str, laws: Tensor, used: Tensor):
+        self.laws = laws
+        self.totals = torch.ones(laws.shape[:2], dtype=torch.float64)
+        for i in range(laws.shape[1]):
+            for rows in self.pieces(used > i):
+                given = laws[:, i].index_select(0, rows)
+                self.totals[rows, i] = given.double().sum(1).where(given.amin(1) >= 0, torch.nan)
+        _check_totals(name, laws, self.totals)
 
-    def __getitem__(self, i: int) -> Tensor:
-        """Raises ValueError for what isn't a law."""
-        if i == self.places:
-            return self.laws.new_zeros(len(self.rows), self.laws.shape[2], dtype=torch.float64)
-        if i in self.found:
-            return self.found[i]
-        given = self.laws[:, i].index_select(0, self.rows)
-        found = given.double()
-        total, smallest = found.sum(1), given.amin(1)
-        wrong = ~((smallest >= 0) & ((total - 1).abs() <= TOLERANCE))
-        if wrong.any():
-            row = _first(wrong)[0]
-            raise ValueError(
-                f"{self.name}[{self.rows[row]}, {i}] has sum {total[row]:.6g}, smallest entry {smallest[row]:.6g}: "
-                "expected a law, numbers from 0 up with sum 1"
-            )
-        self.found[i] = found.mul_(1 / total.unsqueeze(1))  # a division takes three times as long
-        return self.found[i]
+    def pieces(self, chosen: Tensor) -> tuple[Tensor, ...]:
+        """The rows, bool [B], that are chosen, as many at a time as fit."""
+        rows = chosen.nonzero().squeeze(1)
+        return rows.split(max(1, PIECE // self.laws.shape[2])) if len(rows) else ()
+
+    def of(self, rows: Tensor, i: int) -> Tensor:
+        """Those of some rows at place i: fp64 [rows, V]."""
+        scale = 1 / self.totals[rows, i].unsqueeze(1)  # a division takes three times as long
+        return self.laws[:, i].index_select(0, rows).double().mul_(scale)
 
 
-def _of(law: Tensor, ids: Tensor) -> Tensor:
-    """What laws [B, V] give to ids [B]."""
-    return law.gather(1, ids.unsqueeze(1)).squeeze(1)
+def _check_totals(name: str, laws: Tensor, totals: Tensor) -> None:
+    """totals: fp64 [B, places], NaN where an entry is negative."""
+    wrong = ~((totals - 1).abs() <= TOLERANCE)
+    if wrong.any():
+        row, i = _first(wrong)
+        law = laws[row, i]
+        raise ValueError(
+            f"{name}[{row}, {i}] has sum {law.double().sum():.6g}, smallest entry {law.amin():.6g}: "
+            "expected a law, numbers from 0 up with sum 1"
+        )
+
+
+def _of(laws: Sequence[Tensor], ids: Tensor) -> Tensor:
+    """What a law [B, V] for each place gives to ids [B, n]: fp64 [B, n]."""
+    found = torch.empty(ids.shape, dtype=torch.float64)
+    for i in range(ids.shape[1]):
+        found[:, i] = laws[i].gather(1, ids[:, i : i + 1]).squeeze(1)
+    return found
 
 
 def _uniforms(draws: Draws, lengths: Tensor, g: int) -> Tensor:
