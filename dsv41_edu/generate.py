@@ -214,10 +214,10 @@ def stream(
                     q = None if q is None else q[:, : block.shape[1] - 1]
             run = model.run(block, cache, None if drafts is None else drafts + 1, features=speculate)
             accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q, drafts)
-            going = torch.tensor([n > 0 for n in left], device=device)
-            cache.commit(run.chunk, torch.where(going, accepted + 1, 0))
+            wanted = torch.tensor(left, device=device)
+            cache.commit(run.chunk, torch.minimum(accepted + 1, wanted))  # else a row's last block could fill the cache
             summary.steps += 1
-            summary.rows_read += int((run.last[going] + 1).sum()) * per_token
+            summary.rows_read += int((run.last[wanted > 0] + 1).sum()) * per_token
             yield written(block[:, 1:], accepted, token)
 
 

@@ -159,6 +159,22 @@ def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
     assert took.steps == 4  # 19 tokens after the first, five a step
 
 
+def test_a_row_that_was_fast_waits_for_the_others(model, monkeypatch):
+    """Its last block went further than it was asked for."""
+    prompts = [IDS[0, :18].tolist(), IDS[1, :18].tolist()]
+    plain = torch.tensor(generate(model, prompts, 40))
+
+    def oracle(tokens, cache, *_):
+        ids = torch.stack([row[n - 18 :][:5] for row, n in zip(plain, cache.lengths.tolist(), strict=True)])
+        ids[1, 1:] = (ids[1, 1:] + 1) % 7  # never right
+        return type("Draft", (), {"ids": ids, "logits": None})
+
+    monkeypatch.setattr(model, "draft", oracle)
+    took = Summary()
+    assert generate(model, prompts, 20, speculate=True, summary=took) == plain[:, :20].tolist()
+    assert took.steps == 19
+
+
 def test_without_a_drafter_speculation_is_refused():
     with pytest.raises(ValueError, match="expected a model with a drafter"):
         generate(Transformer(CONFIG, IO["token_map"], drafter=False), [[1]], 2, speculate=True)
