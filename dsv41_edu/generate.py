@@ -215,7 +215,7 @@ def stream(
             run = model.run(block, cache, None if drafts is None else drafts + 1, features=speculate)
             accepted, token = chance.verify(possible(model, run.hidden), block[:, 1:], q, drafts)
             wanted = torch.tensor(left, device=device)
-            cache.commit(run.chunk, torch.minimum(accepted + 1, wanted))  # else a row's last block could fill the cache
+            cache.commit(run.chunk, torch.minimum(accepted + 1, wanted))  # a last block may have gone further
             summary.steps += 1
             summary.rows_read += int((run.last[wanted > 0] + 1).sum()) * per_token
             yield written(block[:, 1:], accepted, token)

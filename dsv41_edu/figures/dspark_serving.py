@@ -176,6 +176,27 @@ def reliability(diagrams: dict[str, Sequence[dict[str, float]]]) -> Drawing:
         )
 
 
+def step_times(steps: Sequence[dict]) -> Drawing:
+    """Milliseconds of a step against its positions, a line for each {"requests", "positions", "seconds"}."""
+    with canvas(8, 3.6) as figure:
+        ax = figure.subplots()
+        for step, colour in zip(steps, (style.GREY, style.SKY, style.BLUE, style.INK), strict=False):
+            milliseconds = [1e3 * s for s in step["seconds"]]
+            label = f"{step['requests']} request{'s' * (step['requests'] > 1)}"
+            ax.plot(step["positions"], milliseconds, color=colour, marker="o", markersize=4, label=label)
+        ax.set(xlabel="positions in the batch", ylabel="ms a step", xscale="log", ylim=(0, None))
+        ticks = [step["positions"][0] for step in steps]
+        ax.set_xticks(ticks, ticks)
+        ax.minorticks_off()
+        ax.legend(fontsize=9)
+        return finish(
+            figure,
+            alt="Milliseconds a step against the positions in the batch, a rising line for each number of requests.",
+            caption="Each line begins with no draft verified and ends with the whole block.",
+            data=[[step["requests"], step["positions"], significant(step["seconds"])] for step in steps],
+        )
+
+
 def written_by(pieces: Sequence[tuple[str, bool]]) -> Drawing:
     """A text, piece by piece: whether the drafter wrote it and the model only agreed."""
     spans = "".join(

@@ -41,6 +41,7 @@ def drawings():
         "verified_by_load": serving.verified_by_load(KINDS, POINTS),
         "acceptance": serving.acceptance_by_place({n: [[0.9, 0.05], [0.8, 0.06]] for n in ("a", "b", "c")}),
         "reliability": serving.reliability({"before": BINS, "after": BINS}),
+        "step_times": serving.step_times([{"requests": 2, "positions": [2, 4], "seconds": [0.03, 0.04]}]),
     }
 
 
@@ -77,6 +78,7 @@ def test_data_of_the_figures(drawn):
     assert drawn["verified_by_load"].data["verified"] == [[6.0, 4.5], [2.0, 1.0]]
     assert drawn["acceptance"].data["b"] == [[0.9, 0.05], [0.8, 0.06]]
     assert drawn["reliability"].data["after"] == BINS
+    assert drawn["step_times"].data == [[2, [2, 4], [0.03, 0.04]]]
 
 
 def test_two_drawings_are_equal_to_the_byte():
