@@ -6,8 +6,10 @@ from safetensors.torch import load_file
 from small_models import CONFIG, IDS, IO, VECTORS, assert_same_cache
 
 from dsv41_edu.config import preset
-from dsv41_edu.drafter import Drafter
-from dsv41_edu.generate import Summary, generate
+from dsv41_edu.drafter import Draft, Drafter
+from dsv41_edu.dspark.scheduler import Delayed
+from dsv41_edu.dspark.verification import block_verify, rejection_verify, sample
+from dsv41_edu.generate import Summary, generate, possible
 from dsv41_edu.model import Transformer
 from dsv41_edu.tensors import tensor_plan
 
@@ -157,6 +159,55 @@ def test_a_drafter_that_guesses_right_saves_steps(model, monkeypatch):
     took = Summary()
     assert generate(model, [prompt], 20, speculate=True, summary=took) == [plain]
     assert took.steps == 4  # 19 tokens after the first, five a step
+
+
+@pytest.fixture(scope="module")
+def third():
+    """A model, and the law of the third token after a prompt at temperature 0.2, all likely first and second ones
+    added up."""
+    model, prompt = Transformer(CONFIG, IO["token_map"]), IDS[0, :6].tolist()
+    model.load_state_dict(WEIGHTS)
+    model.eval().requires_grad_(False)
+
+    def laws(prompts):
+        hidden = model.run(torch.tensor(prompts)).hidden[:, -1]
+        return (possible(model, hidden).double() / 0.2).softmax(-1)
+
+    first, law = laws([prompt])[0], torch.zeros(CONFIG.vocab_size, dtype=torch.float64)
+    for a in (first > 1e-5).nonzero()[:, 0].tolist():
+        both = first[a] * laws([[*prompt, a]])[0]
+        likely = (both > 1e-5).nonzero()[:, 0].tolist()
+        if likely:
+            law += both[likely] @ laws([[*prompt, a, b] for b in likely])
+    assert law.sum() > 0.995
+    return model, prompt, law / law.sum()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "scheduler"),
+    [(block_verify, None), (rejection_verify, Delayed(1 / (1000 + torch.arange(10_000))))],
+    ids=["block", "token by token, delayed budget"],
+)
+def test_sampled_speculation_has_the_law_of_sampling(third, verifier, scheduler, monkeypatch):
+    """With a drafter whose law is the model's own at another temperature, and a confidence that knows the draft before."""
+    (model, prompt, law), N = third, 1500
+
+    def drafter(tokens, cache, temperature, u, _):
+        ids, laws = [tokens], []
+        for i in range(2):
+            laws.append(0.6 * possible(model, model.run(torch.stack(ids, dim=1), cache).hidden[:, -1]))
+            ids.append(sample((laws[-1].double() / temperature).softmax(-1), u[:, i]))
+        ids = torch.stack(ids, dim=1)
+        return Draft(ids, torch.stack(laws, dim=1), 2.0 - 4 * (ids[:, :-1] % 2), None, None)
+
+    monkeypatch.setattr(model, "draft", drafter)
+    options = {"temperature": 0.2, "speculate": True, "verifier": verifier, "scheduler": scheduler}
+    found = torch.tensor(generate(model, [prompt] * N, 3, **options))[:, 2].bincount(minlength=len(law))
+    rare = law * N < 8
+    found, expected = (torch.cat([x[~rare], x[rare].sum().unsqueeze(0)]) for x in (found, law * N))
+    freedom, chi2 = len(expected) - 1, ((found - expected) ** 2 / expected).sum().item()
+    assert freedom > 5
+    assert chi2 < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_a_row_that_was_fast_waits_for_the_others(model, monkeypatch):
