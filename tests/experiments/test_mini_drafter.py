@@ -117,6 +117,16 @@ def test_the_shipped_weights_are_those_of_the_stored_result():
     assert mini_drafter.digest(mini.WEIGHTS) == stored["sha256"]
 
 
+def test_the_shipped_drafter_is_as_good_after_a_long_text():
+    """Positions that are off, or that begin anew, would cost it more and more drafts."""
+    shipped = checkpoint.load(mini.WEIGHTS, dtype=torch.float32)
+    ids = torch.cat(mini.in_rows("heldout", 256, 48))
+    early, late = (trial(shipped, ids, starts, 1.0).accepted.double() for starts in ((24, 48, 72), (200, 220, 240)))
+    error = (early.var() / len(early) + late.var() / len(late)).sqrt()
+    assert late.mean() > early.mean() - 3 * error
+    assert late.mean() > 0.8
+
+
 def test_the_result(monkeypatch, tmp_path):
     monkeypatch.setattr(mini_drafter, "RESULT", tmp_path / "heads.json")
     results = [
