@@ -25,12 +25,12 @@ FEW = 8192  # scores; more of them are sorted by numpy faster than torch.topk fi
 def affinity(logits: Tensor, scoring_func: str) -> Tensor:
     """Scores [..., E] of logits [..., E], in their dtype, finite for any finite logit. Raises ValueError."""
     match scoring_func:
-        case "softmax":
-            return logits.softmax(-1)
-        case "sigmoid":
-            return logits.sigmoid()
         case "sqrtsoftplus":  # torch's softplus is log(1 + exp(l)), and l itself above 20: nothing overflows
             return F.softplus(logits).sqrt_()
+        case "sigmoid":
+            return logits.sigmoid()
+        case "softmax":
+            return logits.softmax(-1)
     raise ValueError(f"scoring_func = {scoring_func!r}: expected softmax, sigmoid or sqrtsoftplus")
 
 
@@ -43,8 +43,9 @@ def top_k_lowest(values: Tensor, k: int) -> Tensor:
     by_keys = values.dtype == torch.float32 and (values.is_cpu or compiling)
     if values.requires_grad:  # none reaches an id
         values = values.detach()
-    if by_keys and not compiling and values.numel() <= FEW:
-        found = min(k + 1, values.shape[-1])
+    if by_keys and values.numel() <= FEW and not compiling:
+        E = values.shape[-1]
+        found = k + 1 if k < E else E
         best, indices = values.topk(found)
         best = best.numpy().ravel()  # torch's calls would cost more than the work
         falls = best[1:] < best[:-1]
@@ -126,7 +127,7 @@ def weigh(scores: Tensor, indices: Tensor, renormalise: bool, scale: float | Ten
     """Weights [..., k] of chosen experts: their own scores, to sum 1 where renormalised, times the route scale."""
     weights = scores.gather(-1, indices)
     if renormalise:
-        weights.div_(weights.sum(-1, True).add_(EPS))
+        weights.div_(torch.sum(weights, -1, True).add_(EPS))
     return weights.mul_(scale)
 
 
@@ -171,12 +172,15 @@ class Gate(nn.Module):
     def scores(self, x: Tensor) -> Tensor:
         """Affinities [..., E] of tokens x [..., d], in fp32 (fp64 for fp64 input)."""
         weight = self._parameters["weight"]  # nn.Module finds an attribute in the time of an addition
-        if x.shape[-1] != weight.shape[1]:
-            raise ValueError(f"x of shape {list(x.shape)}: expected {weight.shape[1]} channels last")
         if not x.dtype == weight.dtype == torch.float32:
             wide = torch.promote_types(x.dtype, torch.float32)
             x, weight = x.to(wide), weight.to(wide)
-        logits = F.linear(x, weight)
+        try:
+            logits = F.linear(x, weight)
+        except RuntimeError as error:
+            if x.shape[-1:] == weight.shape[1:]:
+                raise
+            raise ValueError(f"x of shape {list(x.shape)}: expected {weight.shape[1]} channels last") from error
         return affinity(logits if self.temperature == 1 else logits / self.temperature, self.scoring_func)
 
     def forward(
