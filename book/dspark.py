@@ -12,19 +12,21 @@
 # %% tags=["hide-input"]
 import json
 import math
+from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
 from dsv41_edu import checkpoint
 from dsv41_edu.accounting import active, cache_bytes, totals, touched
+from dsv41_edu.benchmarks import harness
 from dsv41_edu.claims import check, cite
 from dsv41_edu.config import preset
 from dsv41_edu.dspark import scheduler
 from dsv41_edu.dspark import simulation as sim
 from dsv41_edu.dspark.calibration import calibration_error, fit_temperatures, survivals
 from dsv41_edu.dspark.exact import output_law, target_law
-from dsv41_edu.dspark.heads import MarkovHead
+from dsv41_edu.dspark.heads import GatedMarkovHead, MarkovHead, RecurrentHead
 from dsv41_edu.dspark.losses import acceptance, distance, dspark_loss
 from dsv41_edu.dspark.scheduler import Delayed, fill, schedule, step_rates, survival, throughput
 from dsv41_edu.dspark.verification import (
@@ -39,6 +41,7 @@ from dsv41_edu.dspark.verification import (
 )
 from dsv41_edu.experiments import mini_drafter
 from dsv41_edu.experiments import text as small_text
+from dsv41_edu.experiments.mini import heldout
 from dsv41_edu.figures import dspark as draw
 from dsv41_edu.figures import dspark_serving as serving
 from dsv41_edu.figures.benchmarks import measured, registers, timings
@@ -208,7 +211,9 @@ calls, vectors = [], []
 last = model.mtp[-1]
 hooks = [layer.register_forward_hook(lambda *_: calls.append("block")) for layer in model.mtp]
 hooks.append(last.norm.register_forward_hook(lambda *_: calls.append("head")))
-hooks.append(last.markov_head.register_forward_hook(lambda _, a, out: vectors.append(out.shape)))
+hooks.append(
+    last.markov_head.head.register_forward_hook(lambda _, a, out: vectors.append(out.shape))
+)
 model.draft(ids[:, 18], cache)
 for hook in hooks:
     hook.remove()
@@ -309,6 +314,60 @@ table("drafts accepted, of two|token by token|by the block", rows)
 # The table isn't sampled: it adds up all drafts and all outcomes of their tests. A rank of two was enough for five
 # words; the large model's head has the rank of the diagram above.
 #
+# ### Heads that see more
+#
+# The paper's code has two more kinds, which the released model doesn't use. One has a gate that reads the block's
+# state $h_i$, so the head can keep still where the context knows better; one carries a state $s_i$ along the block,
+# so it knows every draft before, not the last alone:
+#
+# $$
+# \begin{aligned}
+# \text{gated:}\quad & v_i = \sigma\big(G\,[h_i, E_{y_i}] + b\big) \odot E_{y_i} \\
+# \text{recurrent:}\quad & (a, c, o) = J\,[s_i, E_{y_i}, h_i] + b, \quad
+# s_{i+1} = \sigma(a) \odot s_i + (1 - \sigma(a)) \odot \tanh c, \quad v_i = \tanh o
+# \end{aligned}
+# $$
+#
+# ```{literalinclude} ../dsv41_edu/dspark/heads.py
+# :pyobject: RecurrentHead
+# ```
+#
+# Where would it matter? Where a word hangs on one that isn't its neighbour: "either this or", "neither this nor". All
+# three learn these two texts, and the chance of the right last word is what they end with:
+
+# %%
+said = torch.tensor([[0, 1, 2], [3, 1, 4]])  # either this or, neither this nor
+asked = torch.full((2, 1), 5)
+
+
+def learned(head, steps=300):
+    """The chance of each text's last word after its first two, with a base that has no context, h = 0."""
+    with torch.no_grad():
+        for i, weight in enumerate(head.double().parameters()):
+            weight.copy_(normal(*weight.shape, seed=i))
+    base = torch.nn.Parameter(torch.zeros(3, 6).double())
+    so_far, h = torch.cat([asked, said[:, :2]], 1), torch.zeros(2, 3, 1).double()
+    optimizer = torch.optim.Adam([base, *head.parameters()], lr=0.05)
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy((base + head(so_far, h)).mT, said)
+        optimizer.zero_grad(), loss.backward(), optimizer.step()
+    return (base + head(so_far, h)).softmax(-1)[[0, 1], 2, said[:, 2]].tolist()
+
+
+# %%
+kinds_of_head = {
+    "vanilla": MarkovHead(6, 2), "gated": GatedMarkovHead(6, 2, 1), "rnn": RecurrentHead(6, 2, 1),
+}  # fmt: skip
+rows = []
+for kind, head in kinds_of_head.items():
+    planned = plan(config.replace(dspark_markov_head_type=kind))
+    size = sum(t.parameters for t in planned if "markov_head" in t.name)
+    rows.append((kind, f"{size:,}", *(f"{chance:.2f}" for chance in learned(head))))
+table("head|parameters, official size|or, after either this|nor, after neither this", rows)
+
+# %% [markdown]
+# Without a context the gate has nothing to go by. Which head helps a real drafter is measured below.
+#
 # ## Build it: confidence
 #
 # With each draft comes a chance that it will stand, given that those before it do. What should it learn? A draft $y$
@@ -374,7 +433,11 @@ table("place|temperature|error before|after", [
 # ```
 #
 # ```{literalinclude} ../dsv41_edu/dspark/verification.py
-# :pyobject: block_chances
+# :pyobject: block_weights
+# ```
+#
+# ```{literalinclude} ../dsv41_edu/dspark/verification.py
+# :pyobject: block_chance
 # ```
 #
 # Is the output's law the model's? Over a small vocabulary it can be written down, with no sampling: all drafts, all
@@ -648,14 +711,19 @@ table("fault|largest error of a chance", list(faults.items()))
 #
 # The miniature of this book has a drafter of its own, trained behind its frozen backbone on the same text. To see what
 # each part brings, short trainings leave some out: the blocks alone, the blocks with the Markov head, and with the
-# confidence's loss as well, {glue:text}`n_seeds` seeds and {glue:text}`n_blocks` blocks each. Drafts are drawn at
-# temperature one after prefixes of held-out text, and verified token by token.
+# confidence's loss as well; or they put one of the two other heads in the Markov head's place. Each has
+# {glue:text}`n_seeds` seeds and {glue:text}`n_blocks` blocks. Drafts are drawn at temperature one after prefixes of
+# held-out text, and verified token by token.
 
 # %%
 heads = json.loads(mini_drafter.RESULT.read_text())
 variants = heads["variants"]
 named = dict(
-    parallel="drafted apart", markov="with the Markov head", confidence="and its confidence"
+    parallel="drafted apart",
+    markov="with the Markov head",
+    confidence="and its confidence",
+    gated="with the gated head",
+    rnn="with the recurrent head",
 )
 say(n_seeds=heads["seeds"], n_blocks=heads["blocks"])
 serving.acceptance_by_place({name: variants[key]["acceptance"] for key, name in named.items()})
@@ -667,7 +735,17 @@ for key, name in named.items():
     rows.append((name, *(f"{m:.2f} \u00b1 {s:.2f}" for m, s in (drawn, greedy))))
 table("drafts that stand of a block, mean and 2 sd|drawn|greedy", rows)
 
+# %%
+base, spread = variants["markov"]["accepted"]
+more = [
+    abs(mean - base) > max(sd, spread)
+    for mean, sd in (variants[key]["accepted"] for key in ("gated", "rnn"))
+]
+say(other_heads="a difference shows" if any(more) else "no difference shows")
+
 # %% [markdown]
+# Between the three kinds of Markov head {glue:text}`other_heads` over the seeds, in trainings as short as these.
+#
 # The stated lengths count the model's own token, so one is added here, drawn and greedy, without and with the head:
 
 # %%
@@ -743,6 +821,51 @@ serving.written_by([(tokenizer.decode([token]), drafted) for token, drafted in p
 
 # %% [markdown]
 # {glue:text}`live_tokens` tokens in {glue:text}`live_steps` steps of the backbone after the prompt.
+#
+# ### What a step costs on a real machine
+#
+# The scheduler's table is measured, not modelled. Here it is for the miniature and its drafter on two cores, from one
+# request with no draft verified to {glue:text}`most_requests` with all of them:
+
+# %%
+costs = harness.read("latency.step")[0]["steps"]
+say(step_measured=measured("latency.step"), most_requests=costs[-1]["requests"])
+serving.step_times(costs)
+
+# %% [markdown]
+# Measured on {glue:text}`step_measured`. What does the scheduler make of it? The shipped drafter gives its confidences
+# along held-out text, and each choice its tokens a second to be expected:
+
+# %%
+starts, most = range(32, 240, 32), costs[-1]["requests"]
+blocks = mini_drafter.trial(small, torch.cat(heldout(256, most)), starts, temperature=1.0)
+promised = blocks.confidence.double().sigmoid().view(len(starts), most, -1).numpy()
+rows, mean_length = [], {}
+for cost in costs:
+    R, rate = cost["requests"], step_rates(cost["positions"], cost["seconds"])
+    chosen = {"none": [], "all": [], "algorithm 1": []}
+    for c in promised[:, :R]:
+        chosen["none"].append((c, np.zeros(R, dtype=int)))
+        chosen["all"].append((c, schedule(c, None)))
+        chosen["algorithm 1"].append((c, schedule(c, rate)))
+    speeds = [np.mean([throughput(c, n, rate) for c, n in pairs]) for pairs in chosen.values()]
+    mean_length[R] = np.mean([n for _, n in chosen["algorithm 1"]])
+    rows.append((R, f"{mean_length[R]:.1f}", *(f"{speed:,.0f}" for speed in speeds)))
+table("requests|verified of each|tokens a second: no drafts|all|algorithm 1", rows)
+
+# %% [markdown]
+# Of a block it verifies {glue:text}`length_few` drafts where one request has the machine for itself, and
+# {glue:text}`length_many` where {glue:text}`most_requests` share it. The same table steers generation; greedily, no
+# choice of lengths may change a token, and none does:
+
+# %%
+say(length_few=f"{mean_length[1]:.1f}", length_many=f"{mean_length[most]:.1f}")
+cost = costs[1]
+rate = step_rates(cost["positions"], cost["seconds"])
+prompts = [row.tolist() for row in heldout(64, cost["requests"])[0]]
+alone = generate(small, prompts, 24)
+for choose in (partial(schedule, step_rate=rate), Delayed(rate)):
+    assert generate(small, prompts, 24, speculate=True, scheduler=choose) == alone
 
 # %% [markdown]
 # ## Fuse it
@@ -837,7 +960,7 @@ knee = math.ceil(reading * engine.peak / engine.position_flops)
 loads = [8, 32, 128, knee // 8, knee // 4, knee // 2, knee, 2 * knee]
 
 
-def policies(R):
+def policies(R, g):
     rate = 1 / engine.seconds(np.arange((g + 1) * R + 1), 1500 * R)
     constant = {f"{n} draft{'s' * (n > 1)}": sim.fixed(n) for n in (1, 3, g)}
     others = {"no drafts": sim.fixed(0), **constant, "threshold": sim.threshold(0.6)}
@@ -845,13 +968,19 @@ def policies(R):
 
 
 # %%
-runs = {}
-for R in loads:
-    for name, policy in policies(R).items():
-        found = sim.simulate(
-            engine, policy, chance, sim.Load(R), spread=4.0, steps=100, warm_up=20
-        )
-        runs.setdefault(name, {})[R] = found
+def served(chance, loads):
+    """Policy to load to result."""
+    runs = {}
+    for R in loads:
+        for name, policy in policies(R, len(chance[0])).items():
+            found = sim.simulate(
+                engine, policy, chance, sim.Load(R), spread=4.0, steps=100, warm_up=20
+            )
+            runs.setdefault(name, {})[R] = found
+    return runs
+
+
+runs = served(chance, loads)
 draw.load_curves(runs)
 
 # %% [markdown]
@@ -891,8 +1020,23 @@ check("dsp.static_draft_loses", bool(loses and all(never_below)))
 
 # %% [markdown]
 # At twice the knee the whole block, always verified, costs {glue:text}`fixed_loss` of what the engine does without
-# any draft.
-#
+# any draft. A drafter that is less often right meets that point sooner. Here is the same engine with the chances of
+# the miniature's own drafter, place by place, as they were measured above:
+
+# %%
+few = [32, knee // 4, knee]
+own = served([shipped["acceptance"]], few)
+rows = [
+    (
+        R,
+        f"{own['scheduler'][R].verified:.1f}",
+        *(f"{by_load[R].throughput:,.0f}" for by_load in own.values()),
+    )
+    for R in few
+]
+table("requests|positions of each, scheduler|tokens a second: " + "|".join(own), rows)
+
+# %% [markdown]
 # ### Drag the load
 #
 # The same engine and kinds, with each draft's confidence the mean of its kind. For each load the scheduler's own

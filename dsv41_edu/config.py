@@ -158,6 +158,7 @@ class ModelConfig:
     dspark_noise_token_id: int | None = None
     dspark_target_layer_ids: tuple[int, ...] | None = None
     dspark_markov_rank: int | None = None
+    dspark_markov_head_type: str | None = None  # vanilla, the released one; or gated, rnn
     dspark_n_routed_experts: int | None = None
     dspark_num_experts_per_tok: int | None = None
 

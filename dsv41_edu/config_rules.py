@@ -188,6 +188,8 @@ def _v41(c: "ModelConfig", faults: _Faults) -> None:
     enough = c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts
     expected = f"at most dspark_n_routed_experts {c.dspark_n_routed_experts}"
     faults.check(enough, c, "dspark_num_experts_per_tok", expected)
+    heads = ("vanilla", "gated", "rnn")
+    faults.check(c.dspark_markov_head_type in (None, *heads), c, "dspark_markov_head_type", f"one of {heads}")
     if vision := c.vision_config:
         width = vision.hidden_size / vision.num_attention_heads
         if width % 4:

@@ -4,7 +4,7 @@
     context of a block: its attn's latents of m, in a ring of W; nothing of a draft is ever kept
     block input: y_0 and noise, ..., noise at positions t+1 ... t+g          t: the last token the backbone has run
     queries see the whole ring and all rows of the block, before and behind them
-    draft i+1 ~ head(norm(x_i)) + Markov(y_i)        x: what the last block leaves, collapsed
+    draft i+1 ~ head(norm(x_i)) + Markov(y_i)        x: what the last block leaves, collapsed; see `dspark.heads`
 
 Blocks are the backbone's layers with fewer experts and a window alone; embedding and head are the backbone's.
 Sources: DSpark 3; V4.1 official inference code.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dsv41_edu.attention.cache import Cache, Chunk, ring_positions
 from dsv41_edu.config import ModelConfig
-from dsv41_edu.dspark.heads import ConfidenceHead, MarkovHead
+from dsv41_edu.dspark.heads import ConfidenceHead, markov_head
 from dsv41_edu.layer import Layer, Residual
 
 
@@ -54,12 +54,12 @@ class Drafter(nn.ModuleList):
         c, first = config, config.num_hidden_layers
         super().__init__(Layer(c, first + i, drafter=True) for i in range(c.num_nextn_predict_layers))
         self.config = c
-        d, rank = c.hidden_size, c.dspark_markov_rank
+        d = c.hidden_size
         self[0].main_norm = nn.RMSNorm(d, c.rms_norm_eps)
         self[0].main_proj = nn.Linear(len(c.dspark_target_layer_ids) * d, d, bias=False)
         self[-1].norm = nn.RMSNorm(d, c.rms_norm_eps)
-        self[-1].markov_head = MarkovHead(c.vocab_size, rank)
-        self[-1].confidence_head = ConfidenceHead(d, rank)
+        self[-1].markov_head = markov_head(c)
+        self[-1].confidence_head = ConfidenceHead(d, c.dspark_markov_rank)
 
     def remember(self, features: Tensor, chunk: Chunk) -> None:
         """Leave each block's latents of new tokens to the commit; features [B, S, targets * d]."""
@@ -97,9 +97,11 @@ class Drafter(nn.ModuleList):
         c, last = self.config, self[-1]
         noise = torch.full((len(tokens), c.dspark_block_size - 1), c.dspark_noise_token_id, device=tokens.device)
         x = self.hidden(torch.cat([tokens.unsqueeze(1), noise], dim=1), cache, embed, seams, round_trips)
-        base, ids, laws = logits(last.norm(x)), [tokens], []
+        hidden = last.norm(x)
+        base, ids, laws = logits(hidden), [tokens], []
         for i in range(c.dspark_block_size):
-            drawn, law = last.markov_head.step(base[:, i], ids[-1], temperature, None if u is None else u[:, i])
+            so_far, chance = torch.stack(ids, dim=1), None if u is None else u[:, i]
+            drawn, law = last.markov_head.step(base[:, i], so_far, hidden[:, : i + 1], temperature, chance)
             ids.append(drawn)
             laws.append(law)
         ids = torch.stack(ids, dim=1)

@@ -165,6 +165,12 @@ def _drafter(c: ModelConfig) -> Iterator[Tensor]:
     markov = "drafter: Markov head"
     yield Tensor(f"{end}.markov_head.embed.weight", "BF16", (V, rank), markov, "rows", last)
     yield Tensor(f"{end}.markov_head.head.weight", "BF16", (V, rank), markov, "matrix", last)
+    if c.dspark_markov_head_type == "gated":
+        yield Tensor(f"{end}.markov_head.gate_proj.weight", "BF16", (rank, d + rank), markov, "matrix", last)
+        yield Tensor(f"{end}.markov_head.gate_proj.bias", "BF16", (rank,), markov, "vector", last)
+    if c.dspark_markov_head_type == "rnn":
+        yield Tensor(f"{end}.markov_head.joint_proj.weight", "BF16", (3 * rank, 2 * rank + d), markov, "matrix", last)
+        yield Tensor(f"{end}.markov_head.joint_proj.bias", "BF16", (3 * rank,), markov, "vector", last)
     name = f"{end}.confidence_head.proj.weight"
     yield Tensor(name, "BF16", (1, d + rank), "drafter: confidence head", "matrix", last)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from small_models import drawn
 
-from dsv41_edu.config import preset
+from dsv41_edu.config import ModelConfig, preset
 from dsv41_edu.engram.hashing import NgramHash
 from dsv41_edu.model import Transformer
 
@@ -32,9 +32,9 @@ CONFIG = preset("mini").replace(
 )
 
 
-def small_model(drafter: bool = False) -> Transformer:
+def small_model(drafter: bool = False, config: ModelConfig = CONFIG) -> Transformer:
     """Weights and router biases from seeds, in fp32."""
-    model = Transformer(CONFIG, torch.arange(512) % 400, drafter=drafter).eval().requires_grad_(False)
+    model = Transformer(config, torch.arange(512) % 400, drafter=drafter).eval().requires_grad_(False)
     for i, tensor in enumerate(model.state_dict().values()):
         tensor.copy_(drawn(*tensor.shape, seed=i) * tensor.shape[-1] ** -0.5)
     return model

@@ -180,10 +180,12 @@ def decoded_always(t):
     return tuple(f"layers.{t.layer}.{name}" for name in ("attn.wo_a", "engram.wkv"))
 
 
-def test_a_drafter_is_saved_and_loaded_where_there_is_one(folder, tmp_path):
-    with_drafter = small_model(drafter=True)
+@pytest.mark.parametrize("head", [None, "gated", "rnn"])
+def test_a_drafter_is_saved_and_loaded_where_there_is_one(folder, tmp_path, head):
+    config = CONFIG.replace(dspark_markov_head_type=head)
+    with_drafter = small_model(drafter=True, config=config)
     save(with_drafter, tmp_path / "both", shard_bytes=SHARD)
-    assert compare(tmp_path / "both", tensor_plan(CONFIG)) == []
+    assert compare(tmp_path / "both", tensor_plan(config)) == []
     before, loaded = with_drafter.state_dict(), load(tmp_path / "both")
     assert loaded.state_dict().keys() == before.keys()
     for name, values in loaded.state_dict().items():

@@ -16,6 +16,7 @@ BAD = [
     ("text_config.tie_word_embeddings", True, "tie_word_embeddings = True: expected false"),
     ("text_config.num_experts_per_tok", 385, "num_experts_per_tok = 385: expected at most n_routed_experts 384"),
     ("text_config.dspark_num_experts_per_tok", 129, "expected at most dspark_n_routed_experts 128"),
+    ("text_config.dspark_markov_head_type", "gru", "= 'gru': expected one of ('vanilla', 'gated', 'rnn')"),
     ("text_config.o_groups", 7, "o_groups = 7: expected a divisor of num_attention_heads 64"),
     ("text_config.num_key_value_heads", 2, "num_key_value_heads = 2: expected 1"),
     ("text_config.head_dim", 500, "head_dim = 500: expected a multiple of 32"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import CONFIG, IDS, IO, VECTORS, assert_same_cache
+from small_models import CONFIG, IDS, IO, VECTORS, assert_same_cache, drawn_model
 
 from dsv41_edu.config import preset
 from dsv41_edu.drafter import Draft, Drafter
@@ -50,9 +50,10 @@ def test_public_drafts(model, prompt, last):
         torch.testing.assert_close(run.features[:, 0], features, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("head", [None, "gated", "rnn"])
 @pytest.mark.parametrize("name", ["v41_flash", "mini"])
-def test_the_drafter_is_the_plan(name):
-    config = preset(name)
+def test_the_drafter_is_the_plan(name, head):
+    config = preset(name).replace(dspark_markov_head_type=head)
     plan = [t for t in tensor_plan(config) if t.name.startswith("mtp.") and t.use != "scale"]
     with torch.device("meta"):
         state = Drafter(config).state_dict()
@@ -108,6 +109,18 @@ def test_greedy_speculation_writes_the_same(model, replay):
     plain = generate(model, prompts, 20, replay=replay)
     assert generate(model, prompts, 20, replay=replay, speculate=True, summary=took) == plain
     assert took.steps <= 19
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_the_other_heads_draft_along_the_block(head):
+    """Each draft follows all before it; greedy text is the model's own."""
+    model = drawn_model(CONFIG.replace(dspark_markov_head_type=head), drafter=True)
+    draft, last = model.draft(IDS[:, 11], filled(model, IDS[:, :11])), model.mtp[-1]
+    corrected = draft.base + last.markov_head(draft.ids[:, :-1], last.norm(draft.hidden))
+    assert torch.equal(corrected.argmax(-1), draft.ids[:, 1:])
+    assert (corrected - draft.base).abs().max() > 0.1
+    prompts = [IDS[0, :9].tolist(), IDS[1, :4].tolist()]
+    assert generate(model, prompts, 12, speculate=True) == generate(model, prompts, 12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -189,7 +202,7 @@ def third():
     ids=["block", "token by token, delayed budget"],
 )
 def test_sampled_speculation_has_the_law_of_sampling(third, verifier, scheduler, monkeypatch):
-    """With a drafter whose law is the model's own at another temperature, and a confidence that knows the draft before."""
+    """The drafter's law is the model's own at another temperature, its confidence knows the draft before."""
     (model, prompt, law), N = third, 1500
 
     def drafter(tokens, cache, temperature, u, _):

@@ -5,8 +5,9 @@
     loss     `dspark_loss`: the token, the whole law, and how often the draft stands
 
 The backbone runs once over the lessons; then each step trains on blocks from them. As an experiment (`jobs`) it
-compares what the two heads bring, in short trainings: blocks alone, with the Markov head, with the confidence head's
-loss as well. What is measured is drafted and verified on the held-out text. Source: DSpark 3.4.
+compares what the heads bring, in short trainings: blocks alone, with the Markov head, with the confidence head's loss
+as well, and with the two other kinds of Markov head. What is measured is drafted and verified on the held-out text.
+Source: DSpark 3.4.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ from dsv41_edu.training import Loads, groups, initialise, rounded, set_rate
 
 DATA = Path(__file__).parents[2] / "book" / "data"
 TRAINED, RESULT = DATA / "mini_drafter.json", DATA / "drafter_heads.json"
-VARIANTS = ("parallel", "markov", "confidence")
+VARIANTS = ("parallel", "markov", "confidence", "gated", "rnn")
 SEEDS = (1, 2, 3)
 
 
@@ -94,7 +95,8 @@ def block_loss(model: Transformer, given: Lessons, row: Tensor, t: Tensor) -> Lo
     noise = torch.full((len(t), g - 1), c.dspark_noise_token_id)
     x = drafter.hidden(torch.cat([y[:, :1], noise], dim=1), cache, model.embed, model.seams, round_trips=False)
     last = drafter[-1]
-    logits = model.logits(last.norm(x)) + last.markov_head(y)
+    hidden = last.norm(x)
+    logits = model.logits(hidden) + last.markov_head(y, hidden)
     confidence = last.confidence_head(x, last.markov_head.embed(y))
     with torch.no_grad():
         target = model.logits(given.hidden[rows, ahead])
@@ -203,10 +205,10 @@ def calibration(survival: Tensor, stood: Tensor) -> dict:
     return {"errors": [calibration_error(s, e) for s, e in zip(survival.T, stood.T, strict=True)], "bins": bins}
 
 
-def with_drafter() -> Transformer:
-    """The shipped miniature with a drafter whose weights are not yet set."""
+def with_drafter(head: str | None = None) -> Transformer:
+    """The shipped miniature with a drafter whose weights are not yet set, its Markov head of that kind."""
     shipped = checkpoint.load(WEIGHTS, dtype=torch.float32)
-    model = Transformer(shipped.config, shipped.token_map)
+    model = Transformer(shipped.config.replace(dspark_markov_head_type=head), shipped.token_map)
     backbone = {name: t for name, t in shipped.state_dict().items() if not name.startswith("mtp.")}
     model.load_state_dict(model.state_dict() | backbone)
     return model.eval()
@@ -219,7 +221,7 @@ def jobs() -> list[tuple[str, int]]:
 
 def run(variant: str, seed: int) -> dict:
     """What a short training ends in."""
-    setup, model = replace(SHORT, seed=seed), with_drafter()
+    setup, model = replace(SHORT, seed=seed), with_drafter(variant if variant in ("gated", "rnn") else None)
     train(model, lessons(model, in_rows("train", setup.context, setup.lessons)), setup, variant)
     return {"variant": variant, **measured(model, rows=48)}
 

@@ -140,17 +140,16 @@ def acceptance_by_place(variants: dict[str, Sequence[Sequence[float]]]) -> Drawi
     """Of each drafter the chance that a draft stands, those before it standing: of each place [mean, 2 sd]."""
     with canvas(8, 3.6) as figure:
         ax = figure.subplots()
-        for i, ((name, rows), colour) in enumerate(
-            zip(variants.items(), (style.GREY, style.ORANGE, style.BLUE), strict=True)
-        ):
+        colours = (style.GREY, style.ORANGE, style.BLUE, style.GREEN, style.INK)
+        for i, ((name, rows), colour) in enumerate(zip(variants.items(), colours, strict=False)):
             mean, spread = np.array(rows).T
-            places = np.arange(1, len(mean) + 1) + 0.04 * (i - 1)
+            places = np.arange(1, len(mean) + 1) + 0.05 * (i - (len(variants) - 1) / 2)
             ax.errorbar(places, mean, spread, color=colour, linewidth=1.8, capsize=3, label=name)
         ax.set(xlabel="place in the block", ylabel="acceptance", ylim=(0, 1), xticks=range(1, len(mean) + 1))
         ax.legend(fontsize=9)
         return finish(
             figure,
-            alt="Acceptance against the place in the block for three drafters, with the spread of the seeds.",
+            alt="Acceptance against the place in the block of each drafter, with the spread of the seeds.",
             caption="How often a draft stands where those before it did; bars are two standard deviations.",
             data={name: [significant(row) for row in rows] for name, rows in variants.items()},
         )

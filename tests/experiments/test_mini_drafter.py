@@ -48,6 +48,17 @@ def test_a_block_s_loss_is_that_of_drafting_with_a_cache(model, given, t):
         assert ours.item() == pytest.approx(theirs.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_the_other_heads_learn_with_their_own_weights(kind):
+    model = mini_drafter.with_drafter(kind)
+    train(model, lessons(model, mini.in_rows("train", SMALL.context, SMALL.lessons)), SMALL, kind)
+    initialise(again := Transformer(model.config).mtp, SMALL.seed)
+    first = dict(again.named_parameters())
+    for name in ("gate_proj", "joint_proj"):
+        moved = [not torch.equal(p, first[n]) for n, p in model.mtp.named_parameters() if name in n]
+        assert moved == [True, True] * (name == {"gated": "gate_proj", "rnn": "joint_proj"}[kind])
+
+
 def test_the_backbone_stays_and_each_variant_trains_its_own(model, given):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     for variant, untouched in (

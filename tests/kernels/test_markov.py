@@ -224,7 +224,8 @@ def test_the_head_uses_it_on_a_gpu(temperature, monkeypatch):
     base, tokens, embed, head = case(5, 60, 8)
     markov = MarkovHead(60, 8).bfloat16()
     markov.embed.weight.data, markov.head.weight.data = embed.cpu(), head.cpu()
-    given = base.cpu(), tokens.cpu(), temperature, uniforms(*[0.3] * 5).cpu() if temperature else None
+    u = uniforms(*[0.3] * 5).cpu() if temperature else None
+    given = base.cpu(), tokens.cpu().unsqueeze(1), None, temperature, u
     expected = markov.step(*given)
     monkeypatch.setattr(heads, "fuse", lambda base: True)
     monkeypatch.setattr(heads, "sample", None)  # the plain form would fail
