@@ -323,8 +323,8 @@ table("drafts accepted, of two|token by token|by the block", rows)
 # $$
 # \begin{aligned}
 # \text{gated:}\quad & v_i = \sigma\big(G\,[h_i, E_{y_i}] + b\big) \odot E_{y_i} \\
-# \text{recurrent:}\quad & (a, c, o) = J\,[s_i, E_{y_i}, h_i] + b, \quad
-# s_{i+1} = \sigma(a) \odot s_i + (1 - \sigma(a)) \odot \tanh c, \quad v_i = \tanh o
+# \text{recurrent:}\quad & (a, c, o) = J\,[s_i, E_{y_i}, h_i] + b, \qquad v_i = \tanh o \\
+# & s_{i+1} = \sigma(a) \odot s_i + (1 - \sigma(a)) \odot \tanh c
 # \end{aligned}
 # $$
 #
