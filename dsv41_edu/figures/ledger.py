@@ -1,15 +1,17 @@
 """The claims ledger as a table that a page's script makes sortable and filterable; without it, a plain table."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv41_edu.claims import STATUSES, shown
 
 COLUMNS = ("claim", "chapter", "says", "stated", "computed", "status", "how", "scope", "source")
 
 
-class LedgerTable(NamedTuple):
+@dataclass(frozen=True)
+class LedgerTable:
     """Claims as `dsv41_edu.claims.results` gives them, as HTML and as one line each."""
 
     claims: Sequence[dict[str, Any]]

@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -45,7 +46,8 @@ STYLE = {
 }
 
 
-class Drawing(NamedTuple):
+@dataclass(frozen=True)  # of a tuple a notebook would store the tuple's own text
+class Drawing:
     """A finished figure: its SVG, what it shows in words, its caption, and the numbers it was drawn from."""
 
     svg: str

@@ -1,11 +1,13 @@
 """Small tables for pages: HTML for a reader, aligned text for a test."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """Columns and rows; numbers are set right with their thousands separated, floats as given."""
 
     columns: tuple[str, ...]

@@ -4,8 +4,10 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from dsv41_edu.figures import style
+from dsv41_edu.figures.ledger import LedgerTable
 from dsv41_edu.figures.style import canvas, finish
 from dsv41_edu.figures.tables import cell, refused, table
 
@@ -47,6 +49,12 @@ def test_the_bundle_has_words_for_readers_of_text():
     bundle = draw()._repr_mimebundle_()
     assert bundle["text/plain"] == f"figure: a <line>\ndata {draw().digest}"
     assert "<figcaption>a &amp; b</figcaption>" in bundle["text/html"]
+
+
+@pytest.mark.parametrize("shown", [draw(), table("n", [(1,)]), LedgerTable([])], ids=["figure", "table", "ledger"])
+def test_a_notebook_stores_the_bundle(shown):
+    stored, _ = DisplayFormatter().format(shown)
+    assert stored == shown._repr_mimebundle_()
 
 
 def test_what_a_refusal_says():
