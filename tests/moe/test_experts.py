@@ -116,10 +116,11 @@ def test_the_grouped_form_is_the_loop(T, E, k, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 5])  # strides that torch's grouped product takes, and that it refuses
-def test_the_grouped_form_in_narrow_types(dtype, width):
-    experts = Experts(6, 16, width, limit=0.5).to(dtype)
+@pytest.mark.parametrize(("E", "k"), [(6, 2), (1, 1)])
+def test_the_grouped_form_in_narrow_types(dtype, width, E, k):
+    experts = Experts(E, 16, width, limit=0.5).to(dtype)
     w1, w3 = experts.w13.chunk(2, dim=1)
-    weights, indices = routing(40, 6, 2, dtype=torch.float32)
+    weights, indices = routing(40, E, k, dtype=torch.float32)
     x = drawn(40, 16, dtype=dtype)
     expected = experts_loop(x.double(), weights.double(), indices, *(w.double() for w in (w1, experts.w2, w3)), 0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -128,9 +129,10 @@ def test_the_grouped_form_in_narrow_types(dtype, width):
     assert experts.w13.grad.isfinite().all()
 
 
-def test_gradients_of_the_grouped_form_are_the_loops():
-    experts = Experts(5, 8, 6, limit=0.7).double()
-    weights, indices = routing(9, 5, 2)
+@pytest.mark.parametrize(("E", "k"), [(5, 2), (1, 1)])
+def test_gradients_of_the_grouped_form_are_the_loops(E, k):
+    experts = Experts(E, 8, 6, limit=0.7).double()
+    weights, indices = routing(9, E, k)
     x, g = drawn(9, 8).requires_grad_(), drawn(9, 8, seed=1)
     w = weights.clone().requires_grad_()
     ours = torch.autograd.grad((experts(x, w, indices) * g).sum(), [x, w, experts.w13, experts.w2])
@@ -266,6 +268,8 @@ def test_bad_input_is_refused():
         experts(x, weights, torch.tensor([[0, 4]] * 3))
     with pytest.raises(ValueError, match="indices from -1 to 1: expected 0 to 3"):
         experts(x, weights, torch.tensor([[-1, 1]] * 3))
+    with pytest.raises(ValueError, match="indices from 0 to 1: expected 0 to 0"):
+        Experts(1, 8, 6)(x, weights[:, :1], torch.tensor([[0], [1], [0]]))
     with pytest.raises(TypeError, match="expected a float and an integer type"):
         experts(x, weights, indices.float())
     with pytest.raises(ValueError, match="m = 4: expected a divisor of the width 6"):
