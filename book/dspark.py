@@ -833,8 +833,9 @@ say(step_measured=measured("latency.step"), most_requests=costs[-1]["requests"])
 serving.step_times(costs)
 
 # %% [markdown]
-# Measured on {glue:text}`step_measured`. What does the scheduler make of it? The shipped drafter gives its confidences
-# along held-out text, and each choice its tokens a second to be expected:
+# Measured on {glue:text}`step_measured`; `python -m dsv41_edu.benchmarks.step_times` measures yours. What does the
+# scheduler make of it? The shipped drafter gives its confidences along held-out text, and each choice its tokens a
+# second to be expected:
 
 # %%
 starts, most = range(32, 240, 32), costs[-1]["requests"]
