@@ -57,6 +57,7 @@ from kernels.markov import fused_markov
 from kernels.verify import fused_verify
 
 torch.set_num_threads(1)  # small work: more threads only wait for one another
+torch.manual_seed(0)  # of modules' first weights
 config = preset("v41_flash")
 g, V, rank = config.dspark_block_size, config.vocab_size, config.dspark_markov_rank
 RULES = {"token by token": TOKEN_BY_TOKEN, "by the block": BLOCK}

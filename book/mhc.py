@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # small work: more threads only wait for one another
+torch.manual_seed(0)  # of modules' first weights
 config = preset("v41_flash")
 DTYPES = dict(bfloat16=torch.bfloat16, float32=torch.float32)
 n, d, iterations = config.hc_mult, config.hidden_size, config.hc_sinkhorn_iters
@@ -643,7 +644,9 @@ rows = []
 for name, value in zip(names, exact, strict=True):
     ours = getattr(found, name)
     error = ((ours.double() - value).norm() / value.norm()).item()
-    bound = 1e-5 if ours.dtype == torch.float32 else 2**-8  # half a step of bf16 is at most 2^-9
+    bound = 2**-8  # half a step of bf16 is at most 2^-9
+    if ours.dtype == torch.float32:  # the maps are of rounded streams, too, but times their scale
+        bound *= whole.scale.max().item()
     rows.append((name, str(ours.dtype).removeprefix("torch."), "yes" if error < bound else error))
 table("output|dtype|relative error within its bound", rows)
 

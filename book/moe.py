@@ -40,6 +40,7 @@ from kernels.gate import fused_gate
 from kernels.launches import count_launches
 
 torch.set_num_threads(1)  # small work: more threads only wait for one another
+torch.manual_seed(0)  # of modules' first weights
 config, mini = preset("v41_flash"), preset("mini")
 E, k = config.n_routed_experts, config.num_experts_per_tok
 held = totals(plan(config))["routed experts"].parameters / one_expert(config).parameters

@@ -123,6 +123,13 @@ def test_prose_holds_no_computed_figure(page):
 
 
 @pytest.mark.parametrize("page", [*WRITTEN, *notebooks.LAST])
+def test_a_page_draws_the_same_each_time(page):
+    """Its modules' first weights, too."""
+    source = (ROOT / "book" / f"{page}.py").read_text()
+    assert "import torch" not in source or "\ntorch.manual_seed(0)" in source
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, *notebooks.LAST])
 def test_cells_are_short_and_outputs_clean(page):
     notebook = notebooks.nbformat.read(ROOT / "book" / f"{page}.ipynb", 4)
     for cell in notebook.cells:
